@@ -1,0 +1,1 @@
+"""Reference-and-verification suite for the numerics of fused MoE training kernels."""

@@ -1,0 +1,1 @@
+"""Result model of a verification run and its writers."""

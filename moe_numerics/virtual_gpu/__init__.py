@@ -1,0 +1,1 @@
+"""Runs compiled CuTe DSL kernels on the CPU by executing their PTX."""

@@ -1,0 +1,1 @@
+"""Pure PyTorch references, one module per subject; they import torch and one another only."""
