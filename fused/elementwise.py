@@ -1,0 +1,367 @@
+"""Activations over ragged experts, forward and backward, with bfloat16 or MXFP8 results: one launch for all experts.
+
+Twins of the functions of the same names in `moe_numerics.reference.elementwise`. Token offsets are read on the
+device; nothing here waits for the device, so every call can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.cute.runtime as runtime
+import torch
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8
+
+from moe_numerics.fused.activations import ACTIVATIONS, IDENTITY, Activation
+from moe_numerics.fused.compilation import Compiled, compile_function, current_target
+from moe_numerics.fused.launch import check_tensor, launch
+from moe_numerics.fused.mxfp8 import BLOCK, Mxfp8
+from moe_numerics.fused.tile import (
+    COLUMNS,
+    ROWS,
+    SLOTS_PER_LAYER,
+    Backward,
+    Bfloat16,
+    Forward,
+    Layout,
+    Sink,
+    tile_kernel,
+)
+from moe_numerics.reference.contract import SUITE, Contract
+from moe_numerics.reference.formats import FloatFormat
+
+__all__ = ["activation_backward", "activation_forward", "quantize"]
+
+# Threads of a block: each holds 4 rows of 8 columns of the 32 x 128 tile.
+THREADS = 128
+SUM_THREADS = 128
+
+
+@cute.kernel
+def zero_kernel(amax: cute.Tensor) -> None:
+    """Zeros in every expert's amax: an expert without rows keeps them."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    expert = block * SUM_THREADS + thread
+    if expert < amax.shape[0]:
+        amax[expert] = Float32(0.0)
+
+
+@cute.kernel
+def sum_shares_kernel(shares: cute.Tensor, offsets: cute.Tensor, counts, dprob: cute.Tensor):  # type: ignore[no-untyped-def]
+    """dprob of a row: its shares added in the order of the column tiles, one thread a row."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    row = block * SUM_THREADS + thread
+    experts = offsets.shape[0] - 1
+    if row < Int32(offsets[experts]):
+        low = Int32(0)
+        high = experts
+        while high - low > 1:
+            middle = (low + high) // 2
+            if Int32(offsets[middle]) <= row:
+                low = middle
+            else:
+                high = middle
+        end = Int32(offsets[low + 1])
+        if cutlass.const_expr(counts is not None):
+            end = Int32(offsets[low]) + Int32(counts[low])
+        if row < end:
+            total = Float32(shares[0, row])
+            for tile in range(1, shares.shape[0]):
+                total += shares[tile, row]
+            dprob[row] = total
+
+
+@cute.jit
+def _launch(
+    op: cutlass.Constexpr,
+    sink: cutlass.Constexpr,
+    target: cutlass.Constexpr,
+    source: cute.Tensor,
+    grad,
+    prob,
+    offsets: cute.Tensor,
+    counts,
+    out,
+    codes_rowwise,
+    scales_rowwise,
+    codes_colwise,
+    scales_colwise,
+    amax: cute.Tensor,
+    shares,
+    dprob,
+    stream,
+):  # type: ignore[no-untyped-def]
+    hidden = source.shape[1] // op.layout.inputs
+    slots = source.shape[0] // ROWS + offsets.shape[0] - 1
+    columns = (hidden + COLUMNS - 1) // COLUMNS
+    zero_kernel(amax).launch(
+        grid=[(amax.shape[0] + SUM_THREADS - 1) // SUM_THREADS, 1, 1], block=[SUM_THREADS, 1, 1], stream=stream
+    )
+    tile_kernel(
+        op,
+        sink,
+        THREADS,
+        target,
+        hidden,
+        source,
+        grad,
+        prob,
+        offsets,
+        counts,
+        out,
+        codes_rowwise,
+        scales_rowwise,
+        codes_colwise,
+        scales_colwise,
+        amax,
+        shares,
+    ).launch(
+        grid=[columns, cutlass.min(slots, SLOTS_PER_LAYER), (slots + SLOTS_PER_LAYER - 1) // SLOTS_PER_LAYER],
+        block=[THREADS, 1, 1],
+        stream=stream,
+    )
+    if cutlass.const_expr(dprob is not None):
+        sum_shares_kernel(shares, offsets, counts, dprob).launch(
+            grid=[(source.shape[0] + SUM_THREADS - 1) // SUM_THREADS, 1, 1], block=[SUM_THREADS, 1, 1], stream=stream
+        )
+
+
+def _fake(dtype: Any, *shape: Any, align: int) -> Any:
+    order = tuple(reversed(range(len(shape))))
+    return runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """What one compilation depends on."""
+
+    op: Forward | Backward
+    sink: Sink
+    wide_offsets: bool
+    counts: bool
+    prob: bool
+
+    def compile(self) -> Compiled:
+        return compile_function(_launch, self, self._arguments)
+
+    def _arguments(self) -> Sequence[Any]:
+        backward = isinstance(self.op, Backward)
+        quantised, dprob = self.sink.blocks, backward and self.prob
+        rows = cute.sym_int
+        narrow, wide = cute.sym_int(divisibility=BLOCK), cute.sym_int(divisibility=self.op.layout.inputs * BLOCK)
+        own = wide if backward else narrow
+        offset_type = Int64 if self.wide_offsets else Int32
+        return (
+            self.op,
+            self.sink,
+            current_target(),
+            _fake(BFloat16, rows(), wide, align=16),
+            _fake(BFloat16, rows(), narrow, align=16) if backward else None,
+            _fake(Float32, rows(), align=4) if self.prob else None,
+            _fake(offset_type, rows(), align=offset_type.width // 8),
+            _fake(Int32, rows(), align=4) if self.counts else None,
+            None if quantised else _fake(BFloat16, rows(), own, align=16),
+            _fake(Uint8, rows(), own, align=16) if quantised else None,
+            _fake(Uint8, rows(), rows(), align=1) if quantised else None,
+            _fake(Uint8, rows(), own, align=16) if quantised else None,
+            _fake(Uint8, rows(), own, align=1) if quantised else None,
+            _fake(Float32, rows(), align=4),
+            _fake(Float32, rows(), rows(), align=4) if dprob else None,
+            _fake(Float32, rows(), align=4) if dprob else None,
+            runtime.make_fake_stream(),
+        )
+
+
+def _parse_layout(activation: Activation, layout: str) -> Layout:
+    if activation.inputs == 1:
+        return Layout(1)
+    if layout == "halves":
+        return Layout(2)
+    kind, _, block = layout.partition(":")
+    if kind != "interleaved" or not block.isdigit() or int(block) % BLOCK or int(block) == 0:
+        raise ValueError(f"layout is {layout!r}: expected 'halves' or 'interleaved:B', B a multiple of {BLOCK}")
+    return Layout(2, int(block))
+
+
+def output_shapes(
+    rows: int, hidden: int, experts: int, streams: int, quantised: bool, alignment: int, dprob: bool
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each result of a kernel that writes `streams` * `hidden` columns."""
+    width = streams * hidden
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if quantised:
+        dense = alignment % BLOCK == 0
+        scale_rows = -(-rows // BLOCK) if dense else rows // BLOCK + experts
+        shapes["codes_rowwise"] = ((rows, width), torch.uint8)
+        shapes["scales_rowwise"] = ((rows, width // BLOCK), torch.uint8)
+        shapes["codes_colwise"] = ((rows, width), torch.uint8)
+        shapes["scales_colwise"] = ((scale_rows, width), torch.uint8)
+    else:
+        shapes["out"] = ((rows, width), torch.bfloat16)
+    shapes["amax"] = ((experts,), torch.float32)
+    if dprob:
+        shapes["dprob"] = ((rows,), torch.float32)
+    return shapes
+
+
+def _run(
+    make_op: type[Forward] | type[Backward],
+    activation: Activation,
+    layout: str,
+    source: torch.Tensor,
+    grad: torch.Tensor | None,
+    offsets: torch.Tensor,
+    counts: torch.Tensor | None,
+    prob: torch.Tensor | None,
+    element: FloatFormat | None,
+    alignment: int,
+    contract: Contract,
+    out: Mapping[str, torch.Tensor] | None,
+) -> dict[str, torch.Tensor]:
+    device = source.device
+    op = make_op(activation, _parse_layout(activation, layout))
+    check_tensor("gate_up" if activation.inputs == 2 else "x", source, torch.bfloat16, (None, None), device, 16)
+    rows, width = source.shape
+    if width == 0 or width % (activation.inputs * max(BLOCK, op.layout.block)):
+        raise ValueError(
+            f"the input has {width} columns: expected a positive multiple of "
+            f"{activation.inputs * max(BLOCK, op.layout.block)}"
+        )
+    hidden = width // activation.inputs
+    if grad is not None:
+        check_tensor("grad", grad, torch.bfloat16, (rows, hidden), device, 16)
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"offsets have dtype {offsets.dtype}: expected int32 or int64")
+    check_tensor("offsets", offsets, offsets.dtype, (None,), device, offsets.element_size())
+    experts = offsets.shape[0] - 1
+    if experts < 1:
+        raise ValueError(f"offsets have {offsets.shape[0]} entries: expected one an expert and one more, at least 2")
+    if counts is not None:
+        check_tensor("counts", counts, torch.int32, (experts,), device, 4)
+    if prob is not None:
+        check_tensor("prob", prob, torch.float32, (rows,), device, 4)
+    if not 1 <= alignment <= 256:
+        raise ValueError(f"alignment is {alignment}: expected 1 to 256")
+    if contract.maths != "exact":
+        raise ValueError(f"maths is {contract.maths!r}: these kernels are compiled in exact maths")
+
+    dprob = make_op is Backward and prob is not None
+    shapes = output_shapes(rows, hidden, experts, op.streams, element is not None, alignment, dprob)
+    results = {} if out is None else dict(out)
+    for name, (shape, dtype) in shapes.items():
+        if out is None:
+            results[name] = torch.empty(shape, dtype=dtype, device=device)
+        elif name not in results:
+            raise ValueError(f"out lacks {name!r}: expected {', '.join(shapes)}")
+        check_tensor(name, results[name], dtype, shape, device, 16 if len(shape) == 2 and "scales" not in name else 4)
+    shares = torch.empty((-(-hidden // COLUMNS), rows), dtype=torch.float32, device=device) if dprob else None
+    quantizer = (
+        Bfloat16(contract.nan_policy == "propagate") if element is None else Mxfp8.of(element, contract)
+    )
+    sink = Sink(quantizer, alignment % BLOCK == 0)
+    variant = _Variant(op, sink, offsets.dtype == torch.int64, counts is not None, prob is not None)
+    launch(
+        variant.compile(),
+        source,
+        grad,
+        prob,
+        offsets,
+        counts,
+        results.get("out"),
+        results.get("codes_rowwise"),
+        results.get("scales_rowwise"),
+        results.get("codes_colwise"),
+        results.get("scales_colwise"),
+        results["amax"],
+        shares,
+        results.get("dprob"),
+    )
+    return {name: results[name] for name in shapes}
+
+
+def activation_forward(
+    gate_up: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    prob: torch.Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    layout: str = "halves",
+    element: FloatFormat | None = None,
+    alignment: int = 1,
+    contract: Contract = SUITE,
+    out: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """activation(gate, up), times prob, for every valid row of every expert.
+
+    gate_up: bfloat16 [capacity, 2 * hidden] in `layout` ("halves", or "interleaved:B" with B a multiple of 32, gate
+    first), hidden a multiple of 32. offsets: int32 or int64 [experts + 1]; counts: int32 [experts] or None; prob:
+    float32 [capacity] or None. `alignment`: what every offset is a multiple of (it fixes the layout of the
+    column-wise scales, see `moe_numerics.reference.ragged.Experts`). Tensors are contiguous and on one device, the
+    pointers of matrices multiples of 16 bytes.
+
+    Results without `element`: `out` bfloat16 [capacity, hidden]. With E4M3 or E5M2: `codes_rowwise`, `codes_colwise`
+    uint8 [capacity, hidden], `scales_rowwise` [capacity, hidden / 32], `scales_colwise` [scale rows, hidden]. Always
+    `amax` float32 [experts], 0 for an expert without rows. Rows that no expert owns are neither read nor written.
+    `out` gives the results' buffers; without it they are allocated, and unowned rows hold anything.
+
+    ValueError: dtype, shape, device, stride or alignment of an argument; the contents of offsets and counts are not
+    looked at here (that would wait for the device), `moe_numerics.check` does.
+    """
+    return _run(
+        Forward, _activation(activation), layout, gate_up, None, offsets, counts, prob, element, alignment, contract, out
+    )
+
+
+def activation_backward(
+    grad: torch.Tensor,
+    gate_up: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    prob: torch.Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    layout: str = "halves",
+    element: FloatFormat | None = None,
+    alignment: int = 1,
+    contract: Contract = SUITE,
+    out: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Gradient of `activation_forward` with respect to gate_up, in gate_up's layout, and dprob.
+
+    grad: bfloat16 [capacity, hidden], the gradient of the activation times prob. Other arguments, results and errors
+    as for `activation_forward`, with 2 * hidden columns; and `dprob` float32 [capacity] where prob is given: the sum
+    over a row of grad * activation, added in the pinned order that the reference states, so the same in every run.
+    """
+    return _run(
+        Backward, _activation(activation), layout, gate_up, grad, offsets, counts, prob, element, alignment, contract, out
+    )
+
+
+def quantize(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    *,
+    element: FloatFormat,
+    alignment: int = 1,
+    contract: Contract = SUITE,
+    out: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """MXFP8 codes and scales of x, row-wise and column-wise in one pass, and each expert's amax.
+
+    x: bfloat16 [capacity, hidden]. Other arguments, results and errors as for `activation_forward`.
+    """
+    return _run(Forward, IDENTITY, "halves", x, None, offsets, counts, None, element, alignment, contract, out)
+
+
+def _activation(name: str) -> Activation:
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation is {name!r}: expected one of {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[name]

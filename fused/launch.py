@@ -1,0 +1,54 @@
+"""Checks of arguments that need no synchronisation, and the launch on the caller's stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moe_numerics.fused.compilation import Compiled
+
+__all__ = ["check_tensor", "launch"]
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    shape: tuple[int | None, ...],
+    device: torch.device,
+    alignment: int,
+) -> None:
+    """ValueError unless the tensor has this dtype, shape (None: any size), device and alignment and is contiguous."""
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name} has dtype {tensor.dtype}: expected {dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}: expected {device}, where the first input is")
+    fits = tensor.dim() == len(shape) and all(
+        want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(tensor.shape)}: expected [{wanted}]")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} has strides {tensor.stride()}: expected a contiguous tensor")
+    if tensor.data_ptr() % alignment:
+        raise ValueError(
+            f"{name} starts at address {tensor.data_ptr():#x}: expected a multiple of {alignment} bytes"
+        )
+
+
+def launch(compiled: Compiled, first: torch.Tensor, *others: torch.Tensor | None) -> None:
+    """Launch a compiled function on the current CUDA stream of the first tensor's device (or on a virtual GPU)."""
+    compiled(*(_argument(tensor) for tensor in (first, *others)), _stream(first.device))
+
+
+def _argument(tensor: torch.Tensor | None) -> Any:
+    return tensor
+
+
+def _stream(device: torch.device) -> Any:
+    import cuda.bindings.driver as cuda
+
+    handle = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return cuda.CUstream(handle)

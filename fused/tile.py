@@ -1,0 +1,339 @@
+"""The main loop of the elementwise kernels: row-wise and column-wise blocks from one tile, one tile a thread block.
+
+A tile is 32 rows of one expert by 128 columns. A thread holds a few rows of 8 neighbouring columns, so that every
+load and store is a full vector, a 1x32 block lies in four lanes and a 32x1 block in the same column of all warps.
+The `operation` says what is loaded and computed and yields one or two streams of values (backward: the gradients of
+gate and up); the `sink` says how each stream is written.
+
+Rows past the expert's end and columns past the buffer's are clamped to the last valid ones when loading: an element
+seen twice changes no maximum, and nothing is stored for it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint8, Uint32
+
+from moe_numerics.fused.activations import Activation
+from moe_numerics.fused.memory import load_words, pack_bf16, select, store_words, unpack_bf16
+from moe_numerics.fused.mxfp8 import Mxfp8
+from moe_numerics.fused.ragged import locate_tile
+
+__all__ = ["COLUMNS", "ROWS", "SLOTS_PER_LAYER", "Backward", "Bfloat16", "Forward", "Layout", "Sink", "tile_kernel"]
+
+ROWS = 32
+COLUMNS = 128
+VECTOR = 8
+WORDS = VECTOR // 2
+LANES_PER_ROW = COLUMNS // VECTOR
+FULL_WARP = 32
+# blockIdx.y ends at 65,535: slots beyond one layer of the grid go on in blockIdx.z.
+SLOTS_PER_LAYER = 32768
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the inputs of an activation stand in a row.
+
+    One input: the columns themselves. Two (gate and up): as halves (`block` 0), or in alternating blocks of `block`
+    columns, gate first.
+    """
+
+    inputs: int = 2
+    block: int = 0
+
+    def columns(self, column: Int32, hidden: Int32) -> list[Int32]:
+        """Column of each input that belongs to column `column` of the activation's result."""
+        if self.inputs == 1:
+            return [column]
+        if self.block == 0:
+            return [column, column + hidden]
+        gate = (column // self.block) * (2 * self.block) + column % self.block
+        return [gate, gate + self.block]
+
+
+@dataclass(frozen=True)
+class Bfloat16:
+    """Values written as bfloat16; the amax is that of the float32 values."""
+
+    propagate_nan: bool
+
+    def prepare(self, value: Float32) -> Float32:
+        return value
+
+    def magnitude_max(self, a: Float32, b: Float32) -> Float32:
+        """max(a, |b|) for a that is not negative, with the contract's treatment of NaN."""
+        return cute.arch.fmax(a, cute.math.absf(b), nan=self.propagate_nan)
+
+
+@dataclass(frozen=True)
+class Sink:
+    """How each stream is written: as bfloat16, or as MXFP8 codes and scales row-wise and column-wise."""
+
+    quantizer: Bfloat16 | Mxfp8
+    dense_scale_rows: bool = False
+    """Column-wise scales without a spare row for each expert: offsets are multiples of the block."""
+
+    @property
+    def blocks(self) -> bool:
+        return isinstance(self.quantizer, Mxfp8)
+
+
+@dataclass(frozen=True)
+class Forward:
+    """activation(inputs), times the router's probability if there is one: one stream."""
+
+    activation: Activation
+    layout: Layout
+
+    @property
+    def streams(self) -> int:
+        return 1
+
+    def places(self, column: Int32, hidden: Int32) -> list[Int32]:
+        """Column of each stream in its output."""
+        return [column]
+
+    def row(
+        self, inputs: Sequence[Sequence[Float32]], grad: None, prob: Float32 | None, target: str
+    ) -> tuple[list[list[Float32]], None]:
+        """Values of each stream at some columns of a row."""
+        values = [self.activation.forward(own, target) for own in zip(*inputs, strict=True)]
+        return [values if prob is None else [value * prob for value in values]], None
+
+
+@dataclass(frozen=True)
+class Backward:
+    """Gradient of each input: one stream each; and the row's share of dprob."""
+
+    activation: Activation
+    layout: Layout
+
+    @property
+    def streams(self) -> int:
+        return self.layout.inputs
+
+    def places(self, column: Int32, hidden: Int32) -> list[Int32]:
+        """Column of each stream in its output."""
+        return self.layout.columns(column, hidden)
+
+    def row(
+        self, inputs: Sequence[Sequence[Float32]], grad: Sequence[Float32], prob: Float32 | None, target: str
+    ) -> tuple[list[list[Float32]], Float32]:
+        """Values of each stream at some columns of a row, and the sum of grad * activation over them in order."""
+        streams: list[list[Float32]] = [[] for _ in range(self.streams)]
+        share = None
+        for incoming, own in zip(grad, zip(*inputs, strict=True), strict=True):
+            weighted = incoming if prob is None else incoming * prob
+            gradients, value = self.activation.backward(weighted, own, target)
+            for stream, gradient in zip(streams, gradients, strict=True):
+                stream.append(gradient)
+            term = incoming * value
+            share = term if share is None else share + term
+        return streams, share
+
+
+def _largest(quantizer: Any, values: Sequence[Float32], start: Float32) -> Float32:
+    """Largest magnitude of the values and of `start`."""
+    for value in values:
+        start = quantizer.magnitude_max(start, value)
+    return start
+
+
+def _over_lanes(quantizer: Any, value: Float32, distances: Sequence[int]) -> Float32:
+    for distance in distances:
+        value = quantizer.magnitude_max(value, cute.arch.shuffle_sync_bfly(value, distance))
+    return value
+
+
+def _sum_over_row(value: Float32) -> Float32:
+    """Sum over the 16 lanes of a row: neighbours first, then pairs of neighbours, and so on."""
+    for distance in (1, 2, 4, 8):
+        value = value + cute.arch.shuffle_sync_bfly(value, distance)
+    return value
+
+
+def _read_vector(tensor: cute.Tensor, offset: Int32) -> list[Float32]:
+    return [tensor[offset + j] for j in range(VECTOR)]
+
+
+def _write_vector(tensor: cute.Tensor, offset: Int32, values: Sequence[Float32]) -> None:
+    for j, value in enumerate(values):
+        tensor[offset + j] = value
+
+
+def _minimum(a: Int32, b: Int32) -> Int32:
+    return cutlass.min(a, b)
+
+
+def _load(
+    op: Any,
+    source: cute.Tensor,
+    grad: cute.Tensor | None,
+    prob: cute.Tensor | None,
+    row: Int32,
+    column: Int32,
+    hidden: Int32,
+) -> tuple[list[list[Uint32]], list[Uint32] | None, Float32 | None]:
+    """Packed inputs and (backward) grad at 8 columns of one row, and the row's probability."""
+    start = source.iterator + Int64(row) * (op.layout.inputs * hidden)
+    words = [
+        load_words(start + cute.assume(place, divby=VECTOR), WORDS) for place in op.layout.columns(column, hidden)
+    ]
+    incoming = None if grad is None else load_words(grad.iterator + (Int64(row) * hidden + column), WORDS)
+    return words, incoming, None if prob is None else Float32(prob[row])
+
+
+def _compute(
+    op: Any,
+    quantizer: Any,
+    words: Sequence[Sequence[Uint32]],
+    incoming: Sequence[Uint32] | None,
+    prob: Float32 | None,
+    target: str,
+) -> tuple[list[list[Float32]], Float32 | None]:
+    """Values of each stream at 8 columns of one row as they are quantised, and the row's share of dprob."""
+    grad = None if incoming is None else unpack_bf16(incoming)
+    streams, share = op.row([unpack_bf16(vector) for vector in words], grad, prob, target)
+    return [[quantizer.prepare(value) for value in stream] for stream in streams], share
+
+
+def _places(op: Any, column: Int32, hidden: Int32) -> list[Int32]:
+    return [cute.assume(place, divby=VECTOR) for place in op.places(column, hidden)]
+
+
+def _place_of(op: Any, column: Int32, hidden: Int32, stream: Int32) -> Int32:
+    """Column in the output of one column of a stream whose number is only known on the device."""
+    places = op.places(column, hidden)
+    return places[0] if len(places) == 1 else select(stream == 0, places[0], places[1])
+
+
+@cute.kernel
+def tile_kernel(
+    op: cutlass.Constexpr,
+    sink: cutlass.Constexpr,
+    threads: cutlass.Constexpr,
+    target: cutlass.Constexpr,
+    hidden: Int32,
+    source: cute.Tensor,
+    grad,
+    prob,
+    offsets: cute.Tensor,
+    counts,
+    out,
+    codes_rowwise,
+    scales_rowwise,
+    codes_colwise,
+    scales_colwise,
+    amax: cute.Tensor,
+    shares,
+):  # type: ignore[no-untyped-def]
+    """One tile: blockIdx.x is the column tile, blockIdx.y and z the slot of the row tile (see `locate_tile`)."""
+    thread, _, _ = cute.arch.thread_idx()
+    column_tile, low, high = cute.arch.block_idx()
+    slot = low + high * SLOTS_PER_LAYER
+    lane = thread % FULL_WARP
+    warp = thread // FULL_WARP
+    row_step = threads // LANES_PER_ROW
+    rows = ROWS // row_step
+    warps = threads // FULL_WARP
+    quantizer = sink.quantizer
+
+    expert, first, end = locate_tile(offsets, counts, slot, ROWS, lane)
+    if first < end:
+        memory = cutlass.memory.SmemAllocator()
+        partial = memory.allocate_tensor(Float32, cute.make_layout(op.streams * warps * COLUMNS), 16)
+        factors = memory.allocate_tensor(Float32, cute.make_layout(op.streams * COLUMNS), 16)
+
+        column = column_tile * COLUMNS + (thread % LANES_PER_ROW) * VECTOR
+        inside = column < hidden
+        nearest = cute.assume(_minimum(column, hidden - VECTOR), divby=VECTOR)
+        top = first + thread // LANES_PER_ROW
+        last = end - 1
+        width = op.streams * hidden
+
+        places = _places(op, column, hidden)
+        values = []
+        largest = []
+        for stream in cutlass.range_constexpr(op.streams):
+            largest.append([Float32(0.0) for _ in range(VECTOR)])
+        # All loads come first: what follows branches, and a load is not moved over a branch.
+        loaded = []
+        for i in cutlass.range_constexpr(rows):
+            row = _minimum(top + row_step * i, last)
+            loaded.append(_load(op, source, grad, prob, row, nearest, hidden))
+        for i in cutlass.range_constexpr(rows):
+            row = top + row_step * i
+            streams, share = _compute(op, sink.quantizer, *loaded[i], target)
+            values.append(streams)
+            if cutlass.const_expr(shares is not None):
+                share = _sum_over_row(select(inside, share, Float32(0.0)))
+                if row < end and thread % LANES_PER_ROW == 0:
+                    shares[column_tile, row] = share
+            for stream in cutlass.range_constexpr(op.streams):
+                current = streams[stream]
+                for j in cutlass.range_constexpr(VECTOR):
+                    largest[stream][j] = quantizer.magnitude_max(largest[stream][j], current[j])
+                pointer = Int64(row) * width + places[stream]
+                if cutlass.const_expr(not sink.blocks):
+                    words = pack_bf16(current)
+                    pointer = out.iterator + pointer
+                else:
+                    block = _over_lanes(quantizer, _largest(quantizer, current, Float32(0.0)), (1, 2))
+                    code = quantizer.scale_code(block)
+                    words = quantizer.encode(current, [quantizer.factor(code)] * VECTOR)
+                    pointer = codes_rowwise.iterator + pointer
+                    if inside and row < end and thread % 4 == 0:
+                        scales_rowwise[row, places[stream] // 32] = code.to(Uint8)
+                if inside and row < end:
+                    store_words(pointer, words)
+
+        of_expert = Float32(0.0)
+        if cutlass.const_expr(not sink.blocks):
+            for stream in cutlass.range_constexpr(op.streams):
+                of_expert = _largest(quantizer, largest[stream], of_expert)
+        else:
+            for stream in cutlass.range_constexpr(op.streams):
+                over_rows = []
+                for j in cutlass.range_constexpr(VECTOR):
+                    over_rows.append(_over_lanes(quantizer, largest[stream][j], (LANES_PER_ROW,)))
+                if lane < LANES_PER_ROW:
+                    _write_vector(partial, (stream * warps + warp) * COLUMNS + lane * VECTOR, over_rows)
+            cute.arch.sync_threads()
+            for index in cutlass.range_constexpr((op.streams * COLUMNS + threads - 1) // threads):
+                entry = thread + index * threads
+                if entry < op.streams * COLUMNS:
+                    stream_index = entry // COLUMNS
+                    own = entry % COLUMNS
+                    over_warps = Float32(0.0)
+                    for w in cutlass.range_constexpr(warps):
+                        entry_of_warp = (stream_index * warps + w) * COLUMNS + own
+                        over_warps = quantizer.magnitude_max(over_warps, partial[entry_of_warp])
+                    of_expert = quantizer.magnitude_max(of_expert, over_warps)
+                    code = quantizer.scale_code(over_warps)
+                    factors[entry] = quantizer.factor(code)
+                    own_column = column_tile * COLUMNS + own
+                    if own_column < hidden:
+                        scale_row = slot
+                        if cutlass.const_expr(sink.dense_scale_rows):
+                            scale_row = slot - expert
+                        scales_colwise[scale_row, _place_of(op, own_column, hidden, stream_index)] = code.to(Uint8)
+        bits = cute.arch.warp_redux_sync(of_expert.bitcast(Uint32), "umax")
+        if lane == 0:
+            cute.arch.atomic_max(
+                cute.recast_ptr(amax.iterator + expert, dtype=Uint32), bits, sem="relaxed", scope="gpu"
+            )
+
+        if cutlass.const_expr(sink.blocks):
+            cute.arch.sync_threads()
+            for stream in cutlass.range_constexpr(op.streams):
+                own_factors = _read_vector(factors, stream * COLUMNS + (thread % LANES_PER_ROW) * VECTOR)
+                for i in cutlass.range_constexpr(rows):
+                    row = top + row_step * i
+                    words = quantizer.encode(values[i][stream], own_factors)
+                    pointer = codes_colwise.iterator + (Int64(row) * width + places[stream])
+                    if inside and row < end:
+                        store_words(pointer, words)

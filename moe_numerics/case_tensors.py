@@ -1,0 +1,104 @@
+"""From the numbers of a case to the bits of its tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moe_numerics import values
+from moe_numerics.checked import CaseError, one_of
+
+if TYPE_CHECKING:
+    from moe_numerics.cases import Case, TensorSpec, Values
+
+
+def fill(case: Case, spec: TensorSpec) -> NDArray[Any]:
+    """The bits of a tensor of values or of router probabilities: uint16 for bfloat16, uint32 for float32.
+
+    Raises CaseError for a kind that the tensor cannot have and for edits outside it.
+    """
+    item = _values(case, spec)
+    is_prob = spec.kind == "prob"
+    one_of(f"values.{spec.name}.kind", item.kind, tuple(values.PROB_KINDS if is_prob else values.KINDS))
+    parts, hidden = (1, 1) if is_prob else (spec.columns, case.hidden)
+    width = parts * hidden
+    flat = _padding(case, spec, width)
+    owned = case.valid_rows()
+    if len(owned):
+        flat[owned] = _owned(case, spec, item, parts, hidden)
+    for i, (row, column, bits) in enumerate(item.edits):
+        where = f"values.{spec.name}.edits[{i}]"
+        if column >= width:
+            raise CaseError(f"{where}.column = {column} is past the {width} columns of {spec.name}")
+        if bits >> (8 * flat.dtype.itemsize):
+            raise CaseError(f"{where}.bits = 0x{bits:x} has more bits than {spec.dtype}")
+        flat[row, column] = bits
+    return flat[:, 0] if is_prob else flat
+
+
+def window_edits(case: Case, spec: TensorSpec, item: Values, limit: int) -> list[tuple[int, int, int]] | None:
+    """(row, column, bits) of the elements inside the item's window; None if there are more than `limit`."""
+    if item.window is None:
+        return None
+    row, row_end, column, column_end = item.window
+    is_prob = spec.kind == "prob"
+    parts = 1 if is_prob else spec.columns
+    columns = range(1) if is_prob else range(column, column_end)
+    rows = [r for r in case.valid_rows() if row <= r < row_end] if row_end - row <= limit else None
+    if rows is None or len(rows) * len(columns) * parts > limit:
+        return None
+    bits = fill(case.replace(values={spec.name: item}), spec)
+    if is_prob:
+        return [(int(r), 0, int(bits[r])) for r in rows]
+    physical = [case.physical_column(part, c, parts) for c in columns for part in range(parts)]
+    return [(int(r), c, int(bits[r, c])) for r in rows for c in physical]
+
+
+def _values(case: Case, spec: TensorSpec) -> Values:
+    from moe_numerics.cases import Values
+
+    return case.values.get(spec.name) or Values("router" if spec.kind == "prob" else "gaussian", case.seed)
+
+
+def _owned(case: Case, spec: TensorSpec, item: Values, parts: int, hidden: int) -> NDArray[Any]:
+    counts = np.array(case.counts)
+    expert = np.repeat(np.arange(len(counts), dtype=np.uint64), counts)[:, None]
+    row = np.concatenate([np.arange(count, dtype=np.uint64) for count in case.counts])[:, None]
+    column = np.arange(hidden, dtype=np.uint64)[None, :]
+    kind = {**values.KINDS, **values.PROB_KINDS}[item.kind]
+    inside = _inside(case, spec, item, hidden)
+    planes = []
+    for part in range(parts):
+        places = values.Places(item.seed, spec.name, spec.dtype, part, parts, expert, row, column)
+        bits = values.scaled(kind(places), item.exponent)
+        planes.append(values.to_dtype(np.where(inside, bits, values.PLAIN), spec.dtype))
+    block = hidden if spec.kind == "prob" else case.column_block
+    tokens = len(row)
+    stacked = np.stack([plane.reshape(tokens, hidden // block, block) for plane in planes], axis=2)
+    return stacked.reshape(tokens, parts * hidden)
+
+
+def _inside(case: Case, spec: TensorSpec, item: Values, hidden: int) -> NDArray[np.bool_]:
+    if item.window is None:
+        return np.ones((1, 1), dtype=bool)
+    row, row_end, column, column_end = item.window
+    rows = case.valid_rows()[:, None]
+    columns = np.arange(hidden)[None, :]
+    within = (columns >= column) & (columns < column_end) | (spec.kind == "prob")
+    return (rows >= row) & (rows < row_end) & within
+
+
+def _padding(case: Case, spec: TensorSpec, width: int) -> NDArray[Any]:
+    shape = (case.capacity, width)
+    if case.padding_fill == "random":
+        row = np.arange(case.capacity, dtype=np.uint64)[:, None]
+        column = np.arange(width, dtype=np.uint64)[None, :]
+        name, expert = f"padding of {spec.name}", np.zeros_like(row)
+        places = values.Places(case.seed, name, spec.dtype, 0, 1, expert, row, column)
+        bits = values.KINDS["random_bits"](places)
+    else:
+        fills = {"zero": np.uint32(0), "nan": values.NAN, "inf": values.INFINITY}
+        bits = np.full(shape, fills[case.padding_fill])
+    return np.ascontiguousarray(values.to_dtype(bits, spec.dtype))

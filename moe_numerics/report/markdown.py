@@ -1,0 +1,35 @@
+"""The Markdown form of a report, short enough for a pull request or a CI job's summary."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+import jinja2
+
+from moe_numerics.report import wording
+from moe_numerics.report.atomic import write_files
+from moe_numerics.report.model import Report
+
+
+def to_markdown(report: Report) -> str:
+    """A report as GitHub-flavoured Markdown: verdict, a table of paths, and the mismatches of those that failed."""
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["cell"] = _cell
+    template = resources.files("moe_numerics.report").joinpath("report.md.j2").read_text(encoding="utf-8")
+    return environment.from_string(template).render(report=report, summary=report.summary, wording=wording)
+
+
+def write(report: Report, path: Path) -> None:
+    """Writes the Markdown form of a report to a file."""
+    write_files(path.parent, {path.name: to_markdown(report)})
+
+
+def _cell(text: str) -> str:
+    """Text that cannot end a table cell or start markup."""
+    line = " ".join(text.split())
+    for character in "\\`*_[]<>|":
+        line = line.replace(character, f"\\{character}")
+    return line

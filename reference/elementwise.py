@@ -1,0 +1,183 @@
+"""Activations and quantisation over ragged experts: what one launch of a fused elementwise kernel computes.
+
+Every value is computed in float32 from bfloat16 inputs, by the activation's pinned sequence of operations, then
+multiplied by the router's probability, and rounded or quantised once. Rows that no expert owns are not read; in the
+results they hold zeros.
+
+dprob of a row is the sum of grad * activation over its columns, in float32, in this order: columns are taken in tiles
+of 128, the last one filled up with +0; inside a tile, 16 groups of 8 neighbouring columns are each added from left to
+right, then neighbouring groups, neighbouring pairs of groups, fours and eights; the tiles are added in ascending
+order. (A kernel whose thread holds 8 columns gets this by four butterfly shuffles.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import amax as amaxes
+from . import mxfp8
+from .activations import ACTIVATIONS
+from .contract import SUITE, Contract
+from .formats import FloatFormat
+from .ragged import Experts
+
+TILE_COLUMNS = 128
+GROUP_COLUMNS = 8
+
+
+def split_columns(x: torch.Tensor, layout: str, inputs: int = 2) -> tuple[torch.Tensor, ...]:
+    """Gives the inputs of an activation, each [rows, hidden], from a buffer [rows, inputs * hidden].
+
+    layout: "halves", or "interleaved:B": blocks of B gate columns and B up columns alternate, gate first.
+    ValueError: columns that do not fit the layout.
+    """
+    if inputs == 1:
+        return (x,)
+    block = _block(x.shape[-1], layout)
+    pairs = x.unflatten(-1, (-1, 2, block))
+    return pairs[..., 0, :].flatten(-2), pairs[..., 1, :].flatten(-2)
+
+
+def join_columns(parts: tuple[torch.Tensor, ...], layout: str) -> torch.Tensor:
+    """Gives the buffer from which `split_columns` would give these parts."""
+    if len(parts) == 1:
+        return parts[0]
+    block = _block(2 * parts[0].shape[-1], layout)
+    return torch.stack([part.unflatten(-1, (-1, block)) for part in parts], dim=-2).flatten(-3)
+
+
+def _block(columns: int, layout: str) -> int:
+    kind, _, size = layout.partition(":")
+    if kind == "halves" and not size and columns and columns % 2 == 0:
+        return columns // 2
+    if kind == "interleaved" and size.isdigit() and int(size) and columns % (2 * int(size)) == 0:
+        return int(size)
+    raise ValueError(
+        f"{columns} columns do not fit layout {layout!r}: expected 'halves' and an even number, or 'interleaved:B' "
+        "and a multiple of 2 * B"
+    )
+
+
+def sum_over_row(terms: torch.Tensor) -> torch.Tensor:
+    """Gives the sum over the columns of float32 [rows, columns] in the order of the module's docstring."""
+    rows, columns = terms.shape
+    tiles = -(-columns // TILE_COLUMNS)
+    padded = torch.zeros((rows, tiles * TILE_COLUMNS), dtype=torch.float32, device=terms.device)
+    padded[:, :columns] = terms
+    groups = padded.view(rows, tiles, TILE_COLUMNS // GROUP_COLUMNS, GROUP_COLUMNS)
+    sums = groups[..., 0]
+    for place in range(1, GROUP_COLUMNS):
+        sums = sums + groups[..., place]
+    while sums.shape[-1] > 1:
+        sums = sums[..., 0::2] + sums[..., 1::2]
+    total = sums[:, 0, 0]
+    for tile in range(1, tiles):
+        total = total + sums[:, tile, 0]
+    return total
+
+
+def write_values(
+    values: torch.Tensor, experts: Experts, element: FloatFormat | None, contract: Contract
+) -> dict[str, torch.Tensor]:
+    """Gives the results of a kernel for float32 values [capacity, columns]: rounded or quantised, and the amax.
+
+    Without `element`: `out` bfloat16 [capacity, columns]. With it: `codes_rowwise`, `scales_rowwise`,
+    `codes_colwise`, `scales_colwise` of `mxfp8.quantize`. Always `amax` float32 [experts], of the values before
+    rounding to bfloat16, or of what is quantised.
+    """
+    if element is None:
+        valid = experts.valid_rows(values.device).unsqueeze(1)
+        rounded = torch.where(valid, values, 0.0).to(torch.bfloat16)
+        return {"out": rounded, "amax": amaxes.per_expert(values, experts, contract)}
+    rowwise = mxfp8.quantize(values, -1, element, contract, experts)
+    colwise = mxfp8.quantize(values, -2, element, contract, experts)
+    staged = values.to(torch.bfloat16).to(torch.float32) if contract.staging == "bfloat16" else values
+    return {
+        "codes_rowwise": rowwise.codes,
+        "scales_rowwise": rowwise.scales,
+        "codes_colwise": colwise.codes,
+        "scales_colwise": colwise.scales,
+        "amax": amaxes.per_expert(staged, experts, contract),
+    }
+
+
+def _owned(x: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """x in float32 with zeros in the rows that no expert owns."""
+    valid = experts.valid_rows(x.device)
+    return torch.where(valid.view(-1, *[1] * (x.dim() - 1)), x.to(torch.float32), 0.0)
+
+
+def activation_forward(
+    gate_up: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    prob: torch.Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    layout: str = "halves",
+    element: FloatFormat | None = None,
+    alignment: int = 1,
+    contract: Contract = SUITE,
+) -> dict[str, torch.Tensor]:
+    """Gives activation(gate, up), times prob, for every valid row of every expert.
+
+    gate_up: bfloat16 [capacity, inputs * hidden]; offsets: int32 or int64 [experts + 1]; counts: [experts] or None;
+    prob: float32 [capacity] or None. Results: see `write_values`, with hidden columns. ValueError: offsets or counts
+    that do not describe the buffer, columns that do not fit the layout or the block.
+    """
+    experts = Experts.from_offsets(offsets, counts, gate_up.shape[0], alignment)
+    function = ACTIVATIONS[activation]
+    values = function.forward(*split_columns(_owned(gate_up, experts), layout, function.inputs))
+    if prob is not None:
+        values = values * _owned(prob, experts).unsqueeze(1)
+    return write_values(values, experts, element, contract)
+
+
+def activation_backward(
+    grad: torch.Tensor,
+    gate_up: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    prob: torch.Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    layout: str = "halves",
+    element: FloatFormat | None = None,
+    alignment: int = 1,
+    contract: Contract = SUITE,
+) -> dict[str, torch.Tensor]:
+    """Gives the gradient of `activation_forward` with respect to gate_up, and `dprob` where prob is given.
+
+    grad: bfloat16 [capacity, hidden]. The gradient that enters the activation is grad * prob, rounded to float32.
+    Results: see `write_values`, in gate_up's layout; `dprob` float32 [capacity]. ValueError: as for
+    `activation_forward`.
+    """
+    experts = Experts.from_offsets(offsets, counts, gate_up.shape[0], alignment)
+    function = ACTIVATIONS[activation]
+    inputs = split_columns(_owned(gate_up, experts), layout, function.inputs)
+    incoming = _owned(grad, experts)
+    weight = None if prob is None else _owned(prob, experts).unsqueeze(1)
+    weighted = incoming if weight is None else incoming * weight
+    gradients = function.backward(weighted, *inputs)
+    parts = gradients if isinstance(gradients, tuple) else (gradients,)
+    results = write_values(join_columns(parts, layout), experts, element, contract)
+    if prob is not None:
+        results["dprob"] = sum_over_row(incoming * function.forward(*inputs))
+    return results
+
+
+def quantize(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    *,
+    element: FloatFormat,
+    alignment: int = 1,
+    contract: Contract = SUITE,
+) -> dict[str, torch.Tensor]:
+    """Gives MXFP8 codes and scales of x, row-wise and column-wise, and each expert's amax.
+
+    x: bfloat16 [capacity, hidden]. Results: see `write_values`.
+    """
+    experts = Experts.from_offsets(offsets, counts, x.shape[0], alignment)
+    return write_values(_owned(x, experts), experts, element, contract)

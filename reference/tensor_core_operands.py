@@ -1,0 +1,189 @@
+"""Operands of a tensor core: values, codes and scales read into exact float64 values and their exponents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from moe_numerics.reference.tensor_core_models import OPERANDS, Model, OperandFormat
+from torch import Tensor
+
+# The exponent of a zero: below every real one, and two of them and two scales still fit an int16.
+NO_EXPONENT = -8192
+
+
+@dataclass(frozen=True)
+class Side:
+    """One operand, K first, with NaN and Inf as zeros.
+
+    values [K, ...]; exponents [terms, ...] of the terms that are aligned: of the values, or of the scales if
+    products are scaled after an exact sum, and then `scales` [terms, ...] are the scales. `signs` [K, ...] is
+    there if there is an Inf: Inf as it is and 1, 0 or -1 for the rest.
+    """
+
+    values: Tensor
+    exponents: Tensor
+    scales: Tensor | None = None
+    signs: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """K, padded to whole groups."""
+        return self.values.shape[0]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Side:
+        scales = None if self.scales is None else change(self.scales)
+        signs = None if self.signs is None else change(self.signs)
+        return Side(change(self.values), change(self.exponents), scales, signs)
+
+    def part(self, row: Model, k: slice) -> Side:
+        """The values from k.start to k.stop of K, which are whole groups."""
+        terms = slice(k.start // row.exact_run, k.stop // row.exact_run)
+        return Side(
+            self.values[k],
+            self.exponents[terms],
+            None if self.scales is None else self.scales[terms],
+            None if self.signs is None else self.signs[k],
+        )
+
+    def exponent_range(self) -> tuple[int, int]:
+        """The smallest and the largest exponent of a nonzero term; (0, 0) if there is none."""
+        zero = self.exponents < NO_EXPONENT // 2
+        if bool(zero.all()):
+            return 0, 0
+        return int(self.exponents.masked_fill(zero, -NO_EXPONENT).min()), int(self.exponents.max())
+
+
+@lru_cache
+def _code_values(name: str) -> Tensor:
+    """The values of all codes of a format, float64 [2^code_bits]."""
+    row = OPERANDS[name]
+    sign_bit = 1 << (row.code_bits - 1)
+    values = []
+    for code in range(1 << row.code_bits):
+        field, fraction = (code & (sign_bit - 1)) >> row.fraction_bits, code & ((1 << row.fraction_bits) - 1)
+        significand = fraction / (1 << row.fraction_bits) + (field > 0)
+        value = significand * 2.0 ** (max(field, 1) - 1 + row.min_exponent)
+        if value > row.maximum:
+            value = float("inf") if row.specials == "ieee" and fraction == 0 else float("nan")
+        values.append(-value if code & sign_bit else value)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def power_of_two(exponents: Tensor) -> Tensor:
+    """2^exponents as float64, by its bits: exact on every device. Exponents from -1022 to 1023."""
+    return exponents.long().add_(1023).bitwise_left_shift_(52).view(torch.float64)
+
+
+def exponent(values: Tensor, min_exponent: int) -> Tensor:
+    """max(floor(log2 |values|), min_exponent) of float64 values as int16, NO_EXPONENT for zeros."""
+    exponents = values.view(torch.int64).bitwise_right_shift(52).bitwise_and_(0x7FF).to(torch.int16)
+    return exponents.sub_(1023).clamp_(min=min_exponent).masked_fill_(values == 0, NO_EXPONENT)
+
+
+def _decode(row: Model, which: str, x: Tensor, name: str | None, check: bool) -> tuple[Tensor, OperandFormat]:
+    """The values of an operand as float64, and its format."""
+    implied = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(x.dtype)
+    name = name or implied or row.operands[0]
+    if name not in row.operands or (implied and name != implied):
+        raise ValueError(f"{which} is {name} ({x.dtype}): {row.name} takes {' or '.join(row.operands)}")
+    fmt = OPERANDS[name]
+    if implied:
+        x = x.view(torch.uint8)
+    if x.dtype == torch.uint8:
+        if not fmt.code_bits:
+            raise ValueError(f"{which} is uint8: give {name} operands as floating-point values")
+        if check and fmt.code_bits < 8 and bool((x >> fmt.code_bits).any()):
+            raise ValueError(
+                f"{which} has a code of {int(x.max())}: {name} codes have {fmt.code_bits} bits, one code a byte"
+            )
+        return _code_values(name).to(x.device)[x.long()], fmt
+    if not x.is_floating_point():
+        raise ValueError(f"{which} is {x.dtype}: expected floating-point values or uint8 codes of {name}")
+    if name == "tf32":
+        x = x.float().view(torch.int32).bitwise_and(-1 << 13).view(torch.float32)
+    values = x.double()
+    if check:
+        _check_values(which, values, fmt)
+    return values, fmt
+
+
+def _check_values(which: str, values: Tensor, fmt: OperandFormat) -> None:
+    finite = torch.isfinite(values)
+    known = finite.clone()
+    if fmt.specials != "none":
+        known |= torch.isnan(values)
+    if fmt.specials == "ieee":
+        known |= torch.isinf(values)
+    kept = torch.where(finite, values, 0.0)
+    exponents = exponent(kept, fmt.min_exponent).clamp_(min=fmt.min_exponent)
+    whole = kept * power_of_two(fmt.fraction_bits - exponents.long())
+    wrong = ~known | (whole != torch.round(whole)) | (kept.abs() > fmt.maximum)
+    if bool(wrong.any()):
+        place = tuple(int(i) for i in wrong.nonzero()[0])
+        raise ValueError(
+            f"{which}{list(place)} = {float(values[place])!r} is no {fmt.name} value: round the operand to it first"
+        )
+
+
+def _decode_scales(row: Model, which: str, x: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Scales as float64 and their exponents, one for each run (or value) of K; None for an unscaled model."""
+    if not row.scale_format:
+        if scales is not None:
+            raise ValueError(f"scales_{which} is given: {row.name} has no scales")
+        return None
+    blocks = -(-x.shape[-1] // row.scale_block)
+    if scales is None or scales.dtype != torch.uint8 or scales.shape != (*x.shape[:-1], blocks):
+        given = "missing" if scales is None else f"{scales.dtype} {list(scales.shape)}"
+        raise ValueError(
+            f"scales_{which} is {given}: {row.name} needs uint8 {row.scale_format} codes, one for each row "
+            f"and {row.scale_block} values of K: {blocks} blocks for K = {x.shape[-1]}"
+        )
+    if row.scale_format == "e8m0":
+        exponents = scales.to(torch.int16) - 127
+        values = power_of_two(exponents).masked_fill(scales == 0xFF, float("nan"))
+    else:
+        values = _code_values(row.scale_format).to(scales.device)[(scales & 0x7F).long()]
+        exponents = exponent(values, OPERANDS[row.scale_format].min_exponent)
+    repeat = row.scale_block // row.exact_run
+    return values.repeat_interleave(repeat, -1), exponents.repeat_interleave(repeat, -1)
+
+
+def prepare(
+    row: Model, which: str, x: Tensor, name: str | None, scales: Tensor | None, check: bool
+) -> tuple[Side, Tensor]:
+    """An operand [..., rows, K] as a `Side` [K, batch, rows], K padded, and which rows hold a NaN."""
+    values, fmt = _decode(row, which, x, name, check)
+    rows, length = x.shape[-2:]
+    scaled = _decode_scales(row, which, x, scales)
+
+    batch = math.prod(x.shape[:-2])
+
+    def arrange(t: Tensor, size: int) -> Tensor:
+        t = torch.nn.functional.pad(t[..., :size], (0, max(0, size - t.shape[-1])))
+        return t.reshape(batch, rows, size).permute(2, 0, 1).contiguous()
+
+    padded = -(-length // row.group) * row.group
+    values = arrange(values, padded)
+    nan_rows = torch.isnan(values).any(0)
+    term_scales = None
+    if scaled is not None:
+        factors, factor_exponents = (arrange(t, padded // row.exact_run) for t in scaled)
+        nan_rows = nan_rows | torch.isnan(factors).any(0)
+        factors = torch.nan_to_num(factors, nan=0.0)
+    signs = None
+    if not bool(torch.isfinite(values).all()):
+        values = torch.nan_to_num(values, nan=0.0, posinf=float("inf"), neginf=float("-inf"))
+        infinite = torch.isinf(values)
+        signs = torch.where(infinite, values, torch.sign(values)) if bool(infinite.any()) else None
+        values = values.masked_fill(infinite, 0.0)
+    if scaled is not None and row.exact_run > 1:
+        exponents, term_scales = factor_exponents.masked_fill(factors == 0, NO_EXPONENT), factors
+    else:
+        exponents = exponent(values, fmt.min_exponent)
+        if scaled is not None:
+            exponents, values = exponents + factor_exponents, values * factors
+    return Side(values, exponents, term_scales, signs), nan_rows
