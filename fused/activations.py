@@ -1,19 +1,18 @@
-"""Activations as kernels compute them: scalar twins of `moe_numerics.reference.activations`, operation by operation.
+"""Every activation as a kernel's compile-time parameter, made from the reference's value of the same name."""
 
-Each class is a compile-time parameter of a kernel: a frozen dataclass whose fields are the activation's constants.
-`forward` gives one float32 value, `backward` the gradient of each input and the value of `forward` (what `dprob`
-sums).
-"""
+from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from cutlass import Float32
 
-from moe_numerics.fused.exact_math import fma, sigmoid_parts
+from moe_numerics.fused import gated_activations, unary_activations
+from moe_numerics.fused.unary_activations import Identity
+from moe_numerics.reference.activations import ACTIVATIONS as REFERENCES
 
-__all__ = ["ACTIVATIONS", "IDENTITY", "Activation", "Identity", "Swiglu"]
+__all__ = ["ACTIVATIONS", "IDENTITY", "Activation", "activation"]
 
 
 class Activation(Protocol):
@@ -21,47 +20,27 @@ class Activation(Protocol):
 
     inputs: ClassVar[int]
 
-    def forward(self, inputs: Sequence[Float32], target: str) -> Float32: ...
+    def evaluate(self, inputs: Sequence[Float32], target: str) -> Float32:
+        """f(inputs)."""
 
-    def backward(
+    def differentiate(
         self, grad: Float32, inputs: Sequence[Float32], target: str
-    ) -> tuple[tuple[Float32, ...], Float32]: ...
+    ) -> tuple[Float32, tuple[Float32, ...]]:
+        """f(inputs), and grad times the derivative for each input."""
 
 
-@dataclass(frozen=True)
-class Identity:
-    """x: plain quantisation."""
-
-    inputs: ClassVar[int] = 1
-
-    def forward(self, inputs: Sequence[Float32], target: str) -> Float32:
-        return inputs[0]
-
-    def backward(
-        self, grad: Float32, inputs: Sequence[Float32], target: str
-    ) -> tuple[tuple[Float32, ...], Float32]:
-        return (grad,), inputs[0]
-
-
-@dataclass(frozen=True)
-class Swiglu:
-    """silu(gate) * up."""
-
-    inputs: ClassVar[int] = 2
-
-    def forward(self, inputs: Sequence[Float32], target: str) -> Float32:
-        gate, up = inputs
-        return (gate * sigmoid_parts(gate, target).sigmoid) * up
-
-    def backward(
-        self, grad: Float32, inputs: Sequence[Float32], target: str
-    ) -> tuple[tuple[Float32, ...], Float32]:
-        gate, up = inputs
-        parts = sigmoid_parts(gate, target)
-        silu = gate * parts.sigmoid
-        derivative = parts.sigmoid * fma(-parts.negated, parts.complement, Float32(1.0))
-        return ((grad * up) * derivative, grad * silu), silu * up
+def activation(reference: Any) -> Activation:
+    """The twin of a reference activation: the class of the same name with the same parameters."""
+    name = type(reference).__name__
+    module = unary_activations if hasattr(unary_activations, name) else gated_activations
+    parameters = {
+        item.name: activation(value) if dataclasses.is_dataclass(value) else value
+        for item in dataclasses.fields(reference)
+        for value in (getattr(reference, item.name),)
+    }
+    twin: Activation = getattr(module, name)(**parameters)
+    return twin
 
 
 IDENTITY = Identity()
-ACTIVATIONS: dict[str, Activation] = {"swiglu": Swiglu()}
+ACTIVATIONS: dict[str, Activation] = {name: activation(reference) for name, reference in REFERENCES.items()}

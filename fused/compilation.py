@@ -69,6 +69,10 @@ def compile_function(
     target = current_target()
     full_key = (function.__module__, function.__qualname__, domain.get(), target, key)
     if full_key not in _CACHE:
-        options = (KeepPTX(True), ExtraCompilerOpts("nvvm-options=-fma=0"), DumpDir(_dump_directory(os.getpid())))
+        options = (
+            KeepPTX(True),
+            ExtraCompilerOpts("nvvm-options=-fma=0"),
+            DumpDir(_dump_directory(os.getpid())),
+        )
         _CACHE[full_key] = Compiled(cute.compile[options](function, *arguments()), target)
     return _CACHE[full_key]

@@ -15,7 +15,6 @@ import cutlass.cute as cute
 import cutlass.cute.runtime as runtime
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
-
 from moe_numerics.fused.activations import ACTIVATIONS, IDENTITY, Activation
 from moe_numerics.fused.compilation import Compiled, compile_function, current_target
 from moe_numerics.fused.launch import check_tensor, launch
@@ -101,7 +100,9 @@ def _launch(
     slots = source.shape[0] // ROWS + offsets.shape[0] - 1
     columns = (hidden + COLUMNS - 1) // COLUMNS
     zero_kernel(amax).launch(
-        grid=[(amax.shape[0] + SUM_THREADS - 1) // SUM_THREADS, 1, 1], block=[SUM_THREADS, 1, 1], stream=stream
+        grid=[(amax.shape[0] + SUM_THREADS - 1) // SUM_THREADS, 1, 1],
+        block=[SUM_THREADS, 1, 1],
+        stream=stream,
     )
     tile_kernel(
         op,
@@ -128,7 +129,9 @@ def _launch(
     )
     if cutlass.const_expr(dprob is not None):
         sum_shares_kernel(shares, offsets, counts, dprob).launch(
-            grid=[(source.shape[0] + SUM_THREADS - 1) // SUM_THREADS, 1, 1], block=[SUM_THREADS, 1, 1], stream=stream
+            grid=[(source.shape[0] + SUM_THREADS - 1) // SUM_THREADS, 1, 1],
+            block=[SUM_THREADS, 1, 1],
+            stream=stream,
         )
 
 
@@ -154,7 +157,10 @@ class _Variant:
         backward = isinstance(self.op, Backward)
         quantised, dprob = self.sink.blocks, backward and self.prob
         rows = cute.sym_int
-        narrow, wide = cute.sym_int(divisibility=BLOCK), cute.sym_int(divisibility=self.op.layout.inputs * BLOCK)
+        narrow, wide = (
+            cute.sym_int(divisibility=BLOCK),
+            cute.sym_int(divisibility=self.op.layout.inputs * BLOCK),
+        )
         own = wide if backward else narrow
         offset_type = Int64 if self.wide_offsets else Int32
         return (
@@ -185,7 +191,9 @@ def _parse_layout(activation: Activation, layout: str) -> Layout:
         return Layout(2)
     kind, _, block = layout.partition(":")
     if kind != "interleaved" or not block.isdigit() or int(block) % BLOCK or int(block) == 0:
-        raise ValueError(f"layout is {layout!r}: expected 'halves' or 'interleaved:B', B a multiple of {BLOCK}")
+        raise ValueError(
+            f"layout is {layout!r}: expected 'halves' or 'interleaved:B', B a multiple of {BLOCK}"
+        )
     return Layout(2, int(block))
 
 
@@ -226,7 +234,9 @@ def _run(
 ) -> dict[str, torch.Tensor]:
     device = source.device
     op = make_op(activation, _parse_layout(activation, layout))
-    check_tensor("gate_up" if activation.inputs == 2 else "x", source, torch.bfloat16, (None, None), device, 16)
+    check_tensor(
+        "gate_up" if activation.inputs == 2 else "x", source, torch.bfloat16, (None, None), device, 16
+    )
     rows, width = source.shape
     if width == 0 or width % (activation.inputs * max(BLOCK, op.layout.block)):
         raise ValueError(
@@ -241,7 +251,9 @@ def _run(
     check_tensor("offsets", offsets, offsets.dtype, (None,), device, offsets.element_size())
     experts = offsets.shape[0] - 1
     if experts < 1:
-        raise ValueError(f"offsets have {offsets.shape[0]} entries: expected one an expert and one more, at least 2")
+        raise ValueError(
+            f"offsets have {offsets.shape[0]} entries: expected one an expert and one more, at least 2"
+        )
     if counts is not None:
         check_tensor("counts", counts, torch.int32, (experts,), device, 4)
     if prob is not None:
@@ -259,7 +271,9 @@ def _run(
             results[name] = torch.empty(shape, dtype=dtype, device=device)
         elif name not in results:
             raise ValueError(f"out lacks {name!r}: expected {', '.join(shapes)}")
-        check_tensor(name, results[name], dtype, shape, device, 16 if len(shape) == 2 and "scales" not in name else 4)
+        check_tensor(
+            name, results[name], dtype, shape, device, 16 if len(shape) == 2 and "scales" not in name else 4
+        )
     shares = torch.empty((-(-hidden // COLUMNS), rows), dtype=torch.float32, device=device) if dprob else None
     quantizer = (
         Bfloat16(contract.nan_policy == "propagate") if element is None else Mxfp8.of(element, contract)
@@ -315,7 +329,18 @@ def activation_forward(
     looked at here (that would wait for the device), `moe_numerics.check` does.
     """
     return _run(
-        Forward, _activation(activation), layout, gate_up, None, offsets, counts, prob, element, alignment, contract, out
+        Forward,
+        _activation(activation),
+        layout,
+        gate_up,
+        None,
+        offsets,
+        counts,
+        prob,
+        element,
+        alignment,
+        contract,
+        out,
     )
 
 
@@ -340,7 +365,18 @@ def activation_backward(
     over a row of grad * activation, added in the pinned order that the reference states, so the same in every run.
     """
     return _run(
-        Backward, _activation(activation), layout, gate_up, grad, offsets, counts, prob, element, alignment, contract, out
+        Backward,
+        _activation(activation),
+        layout,
+        gate_up,
+        grad,
+        offsets,
+        counts,
+        prob,
+        element,
+        alignment,
+        contract,
+        out,
     )
 
 
@@ -358,7 +394,9 @@ def quantize(
 
     x: bfloat16 [capacity, hidden]. Other arguments, results and errors as for `activation_forward`.
     """
-    return _run(Forward, IDENTITY, "halves", x, None, offsets, counts, None, element, alignment, contract, out)
+    return _run(
+        Forward, IDENTITY, "halves", x, None, offsets, counts, None, element, alignment, contract, out
+    )
 
 
 def _activation(name: str) -> Activation:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
 from moe_numerics.fused.compilation import Compiled
 
 __all__ = ["check_tensor", "launch"]

@@ -15,7 +15,6 @@ from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float32, Int32, Uint16, 
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import T
-
 from moe_numerics.fused.memory import pure_ptx, select
 from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.formats import E4M3, E5M2, FloatFormat

@@ -382,7 +382,7 @@ class Case:
         else:
             parts.append(f"{self.tokens} tokens in {len(used)} experts, at most {max(self.counts)}")
         for name, item in self.values.items():
-            if item.kind != "plain":
+            if item.kind not in ("plain", "ones"):
                 parts.append(f"{name} is {item.kind}, seed {item.seed}")
             for row, column, bits in item.edits[:8]:
                 place = self.locate(row)

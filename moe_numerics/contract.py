@@ -49,18 +49,18 @@ _ALL = (
             padding="zeroed_by_caller",
         ),
         (
-            "transformer_engine/common/cast/mxfp8/quantize_mxfp8.cuh@2.20: bfloat16 before amax and quantisation",
+            "transformer_engine/common/cast/mxfp8/quantize_mxfp8.cuh@2.20: rounding to bfloat16 before amax",
             "transformer_engine/common/util/ptx.cuh@2.20: float_to_e8m0, exp2f_rcp",
             "transformer_engine/common/cast/nvfp4/core_nvfp4.cuh@2.20: order of the NVFP4 scale arithmetic",
-            "transformer_engine/common/hadamard_transform@2.20: sign mask 0xD7E8, result rounded to bfloat16; its "
-            "fused reduction propagates NaN, unlike the others",
-            "transformer_engine/pytorch/custom_recipes/reference_nvfp4.py@2.20: the Python reference, which differs "
-            "from the kernels for NaN and -0",
+            "transformer_engine/common/hadamard_transform@2.20: sign mask 0xD7E8, rounded to bfloat16; "
+            "its fused reduction propagates NaN, unlike the others",
+            "transformer_engine/pytorch/custom_recipes/reference_nvfp4.py@2.20: the Python reference, which "
+            "differs from the kernels for NaN and -0",
         ),
     ),
     Profile(
         "cudnn@1.28",
-        "cuDNN Frontend 1.28: straight from float32, E5M2 scaled to 128, flushing reciprocal, rotation without signs",
+        "cuDNN Frontend 1.28: straight from float32, E5M2 scaled to 128, flushing reciprocal, no signs",
         Contract(
             accumulator="sm_100.mxf8f6f4",
             mx_scale="float32_product",
@@ -73,8 +73,8 @@ _ALL = (
             padding="zeroed_by_caller",
         ),
         (
-            "cudnn-frontend v1.28, python/cudnn/gemm/cutedsl/grouped: scales by cvt.rp of (amax * (1/max)) * norm, "
-            "elements times rcp.approx.ftz(scale) held below the largest float32",
+            "cudnn-frontend v1.28, python/cudnn/gemm/cutedsl/grouped: scales by cvt.rp of (amax * (1/max)) * "
+            "norm, elements times rcp.approx.ftz(scale) held below the largest float32",
             "cudnn-frontend v1.28, docs/fe-oss-apis: rotation with factor 1/4, amax of each expert",
         ),
     ),
@@ -94,17 +94,15 @@ _ALL = (
             rht_rounding="bfloat16",
             padding="zeroed_by_caller",
         ),
-        (
-            "cudnn-frontend v1.23 (fb682ce7), python/cudnn/grouped_gemm: GLU rounded to bfloat16, then H16 of +-1",
-        ),
+        ("cudnn-frontend v1.23, python/cudnn/grouped_gemm: GLU rounded to bfloat16, then H16 of +-1",),
     ),
     Profile(
         "ocp",
         "OCP MX v1.0 as written: floor scales, so the block's maximum may saturate",
         Contract(scale_rule="floor", amax_scope="tensor", rht_signs=None),
         (
-            "OCP Microscaling Formats (MX) v1.0, section 6.3: scale 2**(floor(log2 amax) - emax), saturation; Inf and "
-            "NaN in a block are left to the implementation and follow `suite`",
+            "OCP Microscaling Formats (MX) v1.0, section 6.3: scale 2**(floor(log2 amax) - emax); "
+            "Inf and NaN in a block are left to the implementation and follow `suite`",
         ),
     ),
     Profile(
@@ -121,9 +119,9 @@ _ALL = (
             padding="zeroed_by_caller",
         ),
         (
-            "torchao/prototype/mx_formats/mx_tensor.py@0.18, to_mx: floor is the default, division by a scale of at "
-            "least 2**-126, 0xFF only for NaN",
-            "torchao/prototype/mx_formats/nvfp4_tensor.py@0.18, nvfp4_quantize: order of the scale arithmetic",
+            "torchao/prototype/mx_formats/mx_tensor.py@0.18, to_mx: floor by default, division by a scale "
+            "of at least 2**-126, 0xFF only for NaN",
+            "torchao/prototype/mx_formats/nvfp4_tensor.py@0.18, nvfp4_quantize: order of the scales",
         ),
     ),
 )

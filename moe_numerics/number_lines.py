@@ -105,7 +105,7 @@ LINES = {
         NumberLine("E5M2FNUZ", torch.uint8, 8, "sign_magnitude", 0x7F, negative_zero=False),
         NumberLine("E2M1", torch.uint8, 4, "sign_magnitude", 0x7),
         NumberLine("E8M0", torch.uint8, 8, "unsigned", 0xFE),
-        NumberLine("UE4M3", torch.uint8, 8, "unsigned", 0x7E),
+        NumberLine("UE4M3", torch.uint8, 7, "unsigned", 0x7E),
         NumberLine("UE5M3", torch.uint8, 8, "unsigned", 0xFE),
         NumberLine("uint8", torch.uint8, 8, "unsigned"),
         NumberLine("int8", torch.int8, 8, "twos_complement"),

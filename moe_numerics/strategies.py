@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moe_numerics.cases import Case
 from moe_numerics.drawing import Space, draw_case, draw_cases
-from moe_numerics.token_counts import SHAPES, draw_counts
+from moe_numerics.token_counts import DRAWN_SHAPES, draw_counts
 
 __all__ = ["Space", "cases", "draw_cases", "token_counts"]
 
@@ -47,7 +47,7 @@ def _token_counts(
 
 
 def token_counts(
-    *, max_experts: int = 16, max_rows: int = 1024, multiple: int = 1, shapes: Sequence[str] = tuple(SHAPES)
+    *, max_experts: int = 16, max_rows: int = 1024, multiple: int = 1, shapes: Sequence[str] = DRAWN_SHAPES
 ) -> st.SearchStrategy[tuple[int, ...]]:
     """Tokens of 1 to `max_experts` experts, at most `max_rows` together, each a multiple of `multiple`.
 

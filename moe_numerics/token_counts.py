@@ -48,7 +48,7 @@ def one_of(source: Source, options: Sequence[T]) -> T:
 
 def at_most(source: Source, value: int) -> int:
     """`value` in 31 of 32 draws, and otherwise less; draws shrink towards 0 one by one."""
-    return min(value, source.integer(0, 32 * value)) if value else 0
+    return min(value, source.integer(0, 32 * value))
 
 
 def _uniform(source: SeededSource, experts: int, tokens: int) -> list[int]:
@@ -151,6 +151,9 @@ zipf: exponent 1/2, 1 or 2, in random order; one_takes_all; many_empty: three in
 router: top-k of correlated logits.
 """
 
+DRAWN_SHAPES = (*SHAPES, *(name for name in SHAPES if name not in ("one_token", "all_empty")))
+"""Names of shapes as often as they are drawn."""
+
 
 def draw_counts(
     source: Source,
@@ -160,17 +163,19 @@ def draw_counts(
     multiple: int = 1,
     alignment: int = 1,
     room: int = 0,
-    shapes: Sequence[str] = tuple(SHAPES),
+    shapes: Sequence[str] = DRAWN_SHAPES,
 ) -> tuple[int, ...]:
     """Tokens of each of at most `experts` experts.
 
     rows: what all regions together may take; an expert's region is the larger of its count and `room`,
     rounded up to `alignment`. multiple: what counts are multiples of. shapes: names from SHAPES.
     """
-    number = source.integer(1, experts)
+    number = source.integer(1, min(experts, max(1, rows // max(alignment, room))))
     shape = one_of(source, shapes)
     seeded = SeededSource(source.integer(0, (1 << 32) - 1))
-    tokens = rows if source.integer(0, 3) else seeded.integer(0, rows)
+    # Rounding every region up takes alignment - 1 rows at most.
+    most = max(rows - number * (alignment - 1), rows // 2)
+    tokens = most if source.integer(0, 3) else seeded.integer(0, most)
     counts = []
     left = rows
     for proposed in SHAPES[shape](seeded, number, tokens):

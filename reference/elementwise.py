@@ -16,46 +16,13 @@ import torch
 
 from . import amax as amaxes
 from . import mxfp8
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, UnaryActivation, join_gate_up, split_gate_up
 from .contract import SUITE, Contract
 from .formats import FloatFormat
 from .ragged import Experts
 
 TILE_COLUMNS = 128
 GROUP_COLUMNS = 8
-
-
-def split_columns(x: torch.Tensor, layout: str, inputs: int = 2) -> tuple[torch.Tensor, ...]:
-    """Gives the inputs of an activation, each [rows, hidden], from a buffer [rows, inputs * hidden].
-
-    layout: "halves", or "interleaved:B": blocks of B gate columns and B up columns alternate, gate first.
-    ValueError: columns that do not fit the layout.
-    """
-    if inputs == 1:
-        return (x,)
-    block = _block(x.shape[-1], layout)
-    pairs = x.unflatten(-1, (-1, 2, block))
-    return pairs[..., 0, :].flatten(-2), pairs[..., 1, :].flatten(-2)
-
-
-def join_columns(parts: tuple[torch.Tensor, ...], layout: str) -> torch.Tensor:
-    """Gives the buffer from which `split_columns` would give these parts."""
-    if len(parts) == 1:
-        return parts[0]
-    block = _block(2 * parts[0].shape[-1], layout)
-    return torch.stack([part.unflatten(-1, (-1, block)) for part in parts], dim=-2).flatten(-3)
-
-
-def _block(columns: int, layout: str) -> int:
-    kind, _, size = layout.partition(":")
-    if kind == "halves" and not size and columns and columns % 2 == 0:
-        return columns // 2
-    if kind == "interleaved" and size.isdigit() and int(size) and columns % (2 * int(size)) == 0:
-        return int(size)
-    raise ValueError(
-        f"{columns} columns do not fit layout {layout!r}: expected 'halves' and an even number, or 'interleaved:B' "
-        "and a multiple of 2 * B"
-    )
 
 
 def sum_over_row(terms: torch.Tensor) -> torch.Tensor:
@@ -127,9 +94,12 @@ def activation_forward(
     """
     experts = Experts.from_offsets(offsets, counts, gate_up.shape[0], alignment)
     function = ACTIVATIONS[activation]
-    values = function.forward(*split_columns(_owned(gate_up, experts), layout, function.inputs))
-    if prob is not None:
-        values = values * _owned(prob, experts).unsqueeze(1)
+    inputs = _owned(gate_up, experts)
+    weight = None if prob is None else _owned(prob, experts)
+    if isinstance(function, UnaryActivation):
+        values = function.forward(inputs, weight)
+    else:
+        values = function.forward(*split_gate_up(inputs, layout), weight)
     return write_values(values, experts, element, contract)
 
 
@@ -154,15 +124,16 @@ def activation_backward(
     """
     experts = Experts.from_offsets(offsets, counts, gate_up.shape[0], alignment)
     function = ACTIVATIONS[activation]
-    inputs = split_columns(_owned(gate_up, experts), layout, function.inputs)
-    incoming = _owned(grad, experts)
-    weight = None if prob is None else _owned(prob, experts).unsqueeze(1)
-    weighted = incoming if weight is None else incoming * weight
-    gradients = function.backward(weighted, *inputs)
-    parts = gradients if isinstance(gradients, tuple) else (gradients,)
-    results = write_values(join_columns(parts, layout), experts, element, contract)
+    inputs, incoming = _owned(gate_up, experts), _owned(grad, experts)
+    weighted = incoming if prob is None else incoming * _owned(prob, experts).unsqueeze(1)
+    if isinstance(function, UnaryActivation):
+        value, gradient = function.differentiate(weighted, inputs)
+    else:
+        value, dgate, dup = function.differentiate(weighted, *split_gate_up(inputs, layout))
+        gradient = join_gate_up(dgate, dup, layout)
+    results = write_values(gradient, experts, element, contract)
     if prob is not None:
-        results["dprob"] = sum_over_row(incoming * function.forward(*inputs))
+        results["dprob"] = sum_over_row(incoming * value)
     return results
 
 

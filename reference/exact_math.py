@@ -5,17 +5,18 @@ reciprocal, minimum, maximum; each rounded once, to nearest even) and of integer
 that performs the same sequence with `.rn` instructions gives the same bits. Negation, absolute value and
 copying a sign are exact and cost nothing on a GPU.
 
-How the exponential is taken apart: `shifted = fma(y, log2(e), MAGIC + bias)` rounds y / ln(2) to the integer k,
-which then stands, plus `bias`, in the low bits of `shifted`; `bits(shifted) << 23` is the float whose exponent
-field is k + bias, so a bias of 127 - 32 gives 2**(k - 32) in one operation. `reduced = y - k * ln(2)` lies in
-[-0.3466, 0.3466], where a polynomial stands for exp(reduced). NaN travels through the polynomial, never through
-the integer operations, so it reaches every result.
+How the exponential is taken apart: `shifted = fma(y, log2(e), MAGIC + bias)` rounds y / ln(2) to the integer
+k, which then stands, plus `bias`, in the low bits of `shifted`; `bits(shifted) << 23` is the float whose
+exponent field is k + bias, so a bias of 127 - 32 gives 2**(k - 32) in one operation. `reduced = y - k *
+ln(2)` lies in [-0.3466, 0.3466], where a polynomial stands for exp(reduced). NaN travels through the
+polynomial, never through the integer operations, so it reaches every result.
 
-The factor 2**-32 keeps exp, its sum with 1 and the reciprocal normal over the whole range of a sigmoid, so that
-only the last multiplication, by 2**-32, rounds into the subnormals.
+The factor 2**-32 keeps exp, its sum with 1 and the reciprocal normal over the whole range of a sigmoid, so
+that only the last multiplication, by 2**-32, rounds into the subnormals.
 
-Polynomials: minimax fits of relative error (Remez exchange in 40-digit arithmetic), the coefficients rounded to
-float32 one after the other, the others fitted again after each. Stated errors are those of the rounded ones.
+Polynomials: minimax fits of relative error (Remez exchange in 40-digit arithmetic), the coefficients rounded
+to float32 one after the other, the others fitted again after each. Stated errors are those of the rounded
+ones.
 
 Special values: NaN gives NaN. NaN payloads are not specified.
 """
@@ -27,7 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# 1.5 * 2**23: floats near it have a spacing of 1, and the bit of the .5 keeps negative integers in the same binade.
+# 1.5 * 2**23: floats near it have a spacing of 1, and the bit of the .5 keeps negative integers in the same
+# binade.
 MAGIC = 12582912.0
 EXPONENT_BIAS = 127
 SCALE_EXPONENT = 32
@@ -42,7 +44,9 @@ LN_2_LOW = float.fromhex("-0x1.05c610p-29")
 EXP_COEFFICIENTS = tuple(
     map(float.fromhex, ("0x1.6ac74ep-10", "0x1.123de0p-7", "0x1.555858p-5", "0x1.55548cp-3", "0x1.fffffcp-2"))
 )
-# exp(r) = 1 + r * (...), |r| <= 0.34658: relative error 9.2e-8. Highest power first.
+# exp(r) = 1 + r * (...), |r| <= 0.34658: relative error 9.2e-8. Highest power first. One operation shorter
+# than EXP_COEFFICIENTS, and like the missing LN_2_LOW below (k * 1.9e-9 of the result) paid for by a few last
+# bits only: activation kernels are bound by their instruction count, and no bfloat16 result changes.
 SHORT_EXP_COEFFICIENTS = tuple(
     map(float.fromhex, ("0x1.0f992ep-7", "0x1.573accp-5", "0x1.555a8ap-3", "0x1.fffdc4p-2", "0x1.fffff6p-1"))
 )
@@ -50,8 +54,8 @@ SHORT_EXP_COEFFICIENTS = tuple(
 HALF_EXPM1_COEFFICIENTS = tuple(
     map(float.fromhex, ("0x1.6ab16cp-5", "0x1.122c86p-3", "0x1.55579ep-2", "0x1.5554aap-1", "0x1.fffffep-1"))
 )
-# Normal tail(z) * exp(z**2 / 2) as a polynomial of t = 1 / (1 + z * MILLS_SLOPE), 0 <= z <= 14.5: relative error
-# 4.9e-8. Highest power first.
+# Normal tail(z) * exp(z**2 / 2) as a polynomial of t = 1 / (1 + z * MILLS_SLOPE), 0 <= z <= 14.5: relative
+# error 4.9e-8. Highest power first.
 MILLS_SLOPE = 19.0 / 64.0
 MILLS_COEFFICIENTS = tuple(
     map(
@@ -71,7 +75,8 @@ MILLS_COEFFICIENTS = tuple(
 )
 INVERSE_SQRT_2_PI = float.fromhex("0x1.988454p-2")
 
-# exp(-x) is needed between these: below -30 sigmoid is 1, above 104 it is below half of the smallest subnormal.
+# The argument y of exp(y) in 1 / (1 + exp(y)): at -30 that is 1, at 104 it is below half of the smallest
+# subnormal.
 SIGMOID_EXPONENT_MIN = -30.0
 SIGMOID_EXPONENT_MAX = 104.0
 
@@ -90,55 +95,53 @@ def float32(value: float) -> float:
 def as_float32(name: str, x: Tensor) -> Tensor:
     """`x` as float32, exactly; raises TypeError unless it is float32, bfloat16 or float16."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(f"{name} is {x.dtype}: expected float32, bfloat16 or float16, which float32 holds exactly")
+        raise TypeError(
+            f"{name} is {x.dtype}: expected float32, bfloat16 or float16, which float32 holds exactly"
+        )
     return x.float()
 
 
 def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     """a * b + c, rounded once to float32, nearest even.
 
-    `a` float32 of any shape; `b` and `c` float32 tensors that broadcast with it, or Python floats that are float32
-    values (others are rounded to float32 first). Result: float32. Subnormals are kept, overflow gives infinity,
-    0 * Inf and Inf - Inf give NaN; an exact sum of 0 is +0 unless both terms are -0.
+    `a` float32 of any shape; `b` and `c` float32 tensors that broadcast with it, or Python floats that are
+    float32 values (others are rounded to float32 first). Result: float32. Subnormals are kept, overflow gives
+    infinity, 0 * Inf and Inf - Inf give NaN; an exact sum of 0 is +0 unless both terms are -0.
 
     The product is exact in float64 and the float64 sum is corrected to round-to-odd, after which rounding to
-    float32 is that of the exact value (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums: proved
-    algorithms using rounding to odd", IEEE Transactions on Computers 57(4), 2008).
+    float32 is that of the exact value (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums:
+    proved algorithms using rounding to odd", IEEE Transactions on Computers 57(4), 2008).
     """
-    operands = [_fma_operand("a", a), _fma_operand("b", b), _fma_operand("c", c)]
-    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+    tensors = [x for x in (a, b, c) if isinstance(x, Tensor)]
+    for name, operand in zip("abc", (a, b, c), strict=True):
+        if isinstance(operand, Tensor) and operand.dtype != torch.float32:
+            raise TypeError(f"{name} is {operand.dtype}: fma takes float32 tensors, convert it first")
+    b = b if isinstance(b, Tensor) else float32(b)
+    c = c if isinstance(c, Tensor) else float32(c)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     count = math.prod(shape)
     if a.is_cuda or count <= _FMA_BLOCK:
-        return _fma_block(*operands)
-    flat = [x.expand(shape).reshape(-1) if isinstance(x, Tensor) else x for x in operands]
+        return _fma_block(a, b, c)
+    a, b, c = (x.expand(shape).reshape(-1) if isinstance(x, Tensor) else x for x in (a, b, c))
     result = torch.empty(count, dtype=torch.float32)
     for start in range(0, count, _FMA_BLOCK):
-        end = min(start + _FMA_BLOCK, count)
-        result[start:end] = _fma_block(*(x[start:end] if isinstance(x, Tensor) else x for x in flat))
+        block = slice(start, min(start + _FMA_BLOCK, count))
+        result[block] = _fma_block(*(x[block] if isinstance(x, Tensor) else x for x in (a, b, c)))
     return result.view(shape)
 
 
-def _fma_operand(name: str, value: Tensor | float) -> Tensor | float:
-    if not isinstance(value, Tensor):
-        return float32(value)
-    if value.dtype != torch.float32:
-        raise TypeError(f"{name} is {value.dtype}: fma takes float32 tensors, convert it first")
-    return value
-
-
 def _fma_block(a: Tensor | float, b: Tensor | float, c: Tensor | float) -> Tensor:
-    product = (a.double() if isinstance(a, Tensor) else a) * (b.double() if isinstance(b, Tensor) else b)
-    assert isinstance(product, Tensor)
-    addend = c.double() if isinstance(c, Tensor) else c
-    total = product + addend
+    a, b, c = (x.double() if isinstance(x, Tensor) else x for x in (a, b, c))
+    product = torch.as_tensor(a * b)
+    total = product + c
     # TwoSum: `error` is what `total` is too small by, exactly.
-    virtual_addend = total - product
-    error = (product - (total - virtual_addend)).add_(addend - virtual_addend)
-    # Round to odd: where inexact, truncate (step back if the error points towards zero) and set the last bit.
+    addend = total - product
+    error = (product - (total - addend)).add_(c - addend)
+    # Round to odd: where inexact, truncate (step back where the error points towards zero), set the last bit.
     total_bits = total.view(torch.int64)
     inexact = error.abs() > 0
-    odd = error.view(torch.int64).bitwise_xor_(total_bits).bitwise_right_shift_(63).add_(total_bits).bitwise_or_(1)
+    towards_zero = error.view(torch.int64).bitwise_xor_(total_bits).bitwise_right_shift_(63)
+    odd = towards_zero.add_(total_bits).bitwise_or_(1)
     return torch.where(inexact, odd, total_bits).view(torch.float64).float()
 
 
@@ -150,8 +153,8 @@ def reciprocal(x: Tensor) -> Tensor:
 def exp(x: Tensor) -> Tensor:
     """e**x in float32; rounded to bfloat16 it is the correctly rounded result for every bfloat16 input.
 
-    `x` float32 (bfloat16 and float16 are widened), any shape. Subnormal results are kept; above 88.72 the result
-    is Inf, below -103.97 it is +0.
+    `x` float32 (bfloat16 and float16 are widened), any shape. Subnormal results are kept; above 88.72 the
+    result is Inf, below -103.97 it is +0.
     """
     x = as_float32("x", x)
     y = torch.clamp(x, -104.0, 89.0)
@@ -180,16 +183,23 @@ def _short_exp(reduced: Tensor) -> Tensor:
     return fma(power, reduced, 1.0)
 
 
-class Sigmoid(NamedTuple):
-    """sigmoid(x) with what its derivatives need, each float32 and of the shape of x.
+class SigmoidTerms(NamedTuple):
+    """sigmoid(x) with what the derivative of x * sigmoid(x) needs, each float32 and of the shape of x.
 
-    value: 1 / (1 + exp(-x)). complement: 1 - value, without cancellation. clamped: x limited to [-104, 30], where
-    both are still exact; x * complement must use it, since the complement stops shrinking at x = 30.
+    value: 1 / (1 + exp(-x)). clamped: x limited to [-104, 30]. complement: 1 - sigmoid(clamped), without
+    cancellation; it stops shrinking at 30, so a product with x is to be taken with `clamped`.
     """
 
     value: Tensor
     complement: Tensor
     clamped: Tensor
+
+
+class SigmoidPair(NamedTuple):
+    """sigmoid(x) and 1 - sigmoid(x) = sigmoid(-x), both relatively accurate everywhere; float32."""
+
+    value: Tensor
+    complement: Tensor
 
 
 def _sigmoid_parts(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,35 +217,47 @@ def _sigmoid_parts(y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)) in float32; rounded to bfloat16 it is correctly rounded for every bfloat16 input.
 
-    `x` float32 (bfloat16 and float16 are widened), any shape. Subnormal results are kept; -Inf gives +0, Inf 1.
+    `x` float32 (bfloat16 and float16 are widened), any shape. Subnormal results are kept; -Inf gives +0, Inf
+    1.
     """
     y = torch.clamp(-as_float32("x", x), SIGMOID_EXPONENT_MIN, SIGMOID_EXPONENT_MAX)
     _, _, scaled = _sigmoid_parts(y)
     return scaled * SCALE
 
 
-def sigmoid_terms(x: Tensor) -> Sigmoid:
-    """sigmoid(x), 1 - sigmoid(x) and the clamped x: two operations more than `sigmoid`, and the same bits."""
+def sigmoid_terms(x: Tensor) -> SigmoidTerms:
+    """sigmoid(x), with the bits of `sigmoid`, and what the derivative of x * sigmoid(x) needs."""
     y = torch.clamp(-as_float32("x", x), SIGMOID_EXPONENT_MIN, SIGMOID_EXPONENT_MAX)
-    return _sigmoid_terms(y)
-
-
-def _sigmoid_terms(y: Tensor) -> Sigmoid:
     power, scale, scaled = _sigmoid_parts(y)
-    return Sigmoid(value=scaled * SCALE, complement=(power * scale) * scaled, clamped=-y)
+    return SigmoidTerms(value=scaled * SCALE, complement=(power * scale) * scaled, clamped=-y)
+
+
+def sigmoid_pair(x: Tensor) -> SigmoidPair:
+    """sigmoid(x) and sigmoid(-x), from the smaller of the two; NaN gives NaN in both.
+
+    `x` float32 (bfloat16 and float16 are widened), any shape. Unlike `sigmoid_terms` the complement keeps
+    shrinking, to the subnormals and +0; the last bits of the value differ from those of `sigmoid`.
+    """
+    x = as_float32("x", x)
+    y = torch.clamp(x.abs(), max=SIGMOID_EXPONENT_MAX)
+    _, _, scaled = _sigmoid_parts(y)
+    smaller = scaled * SCALE
+    larger = 1.0 - smaller
+    positive = x > 0
+    return SigmoidPair(torch.where(positive, larger, smaller), torch.where(positive, smaller, larger))
 
 
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x) in float32; rounded to bfloat16 it is correctly rounded for every bfloat16 input.
 
-    `x` float32 (bfloat16 and float16 are widened), any shape. Finite x below -104 give -0; Inf gives Inf; -Inf
-    gives NaN, being Inf * 0 as in the formula.
+    `x` float32 (bfloat16 and float16 are widened), any shape. Finite x below -104 give -0; Inf gives Inf;
+    -Inf gives NaN, being Inf * 0 as in the formula.
     """
     x = as_float32("x", x)
     return x * sigmoid(x)
 
 
-class Tanh(NamedTuple):
+class TanhTerms(NamedTuple):
     """tanh(x) and its derivative 1 - tanh(x)**2, without cancellation; float32, of the shape of x."""
 
     value: Tensor
@@ -267,8 +289,8 @@ def _tanh_parts(magnitude: Tensor) -> tuple[Tensor, Tensor]:
 def tanh(x: Tensor) -> Tensor:
     """tanh(x) in float32; rounded to bfloat16 it is correctly rounded for every bfloat16 input.
 
-    `x` float32 (bfloat16 and float16 are widened), any shape. No cancellation near 0: |x| < 2**-12 gives x itself,
-    subnormals and -0 included. Large |x| give 1 or 1 - 2**-24, with the sign of x.
+    `x` float32 (bfloat16 and float16 are widened), any shape. No cancellation near 0: |x| < 2**-12 gives x
+    itself, subnormals and -0 included. Large |x| give 1 or 1 - 2**-24, with the sign of x.
     """
     x = as_float32("x", x)
     magnitude = torch.clamp(x.abs(), max=TANH_MAX)
@@ -277,7 +299,7 @@ def tanh(x: Tensor) -> Tensor:
     return torch.copysign(value, x)
 
 
-def tanh_terms(x: Tensor) -> Tanh:
+def tanh_terms(x: Tensor) -> TanhTerms:
     """tanh(x), with the bits of `tanh`, and its derivative 4 * exp(2x) / (exp(2x) + 1)**2."""
     x = as_float32("x", x)
     magnitude = torch.clamp(x.abs(), max=TANH_MAX)
@@ -285,14 +307,14 @@ def tanh_terms(x: Tensor) -> Tanh:
     value = torch.where(magnitude < TANH_IDENTITY, magnitude, scaled * inverse)
     exponential = fma(scaled, 2.0, SCALE)
     derivative = ((exponential * inverse) * inverse) * SCALE
-    return Tanh(value=torch.copysign(value, x), derivative=derivative)
+    return TanhTerms(value=torch.copysign(value, x), derivative=derivative)
 
 
 class NormalTail(NamedTuple):
     """What the normal distribution's functions of x share; float32, of the shape of x.
 
-    magnitude: min(|x|, 14.5) = z. exponential: 2**32 * exp(-z**2 / 2). mills: 2**-32 * tail(z) * exp(z**2 / 2),
-    where tail(z) is the probability beyond z.
+    magnitude: min(|x|, 14.5) = z. exponential: 2**32 * exp(-z**2 / 2). mills: 2**-32 * tail(z) * exp(z**2 /
+    2), where tail(z) is the probability beyond z.
     """
 
     magnitude: Tensor
@@ -333,8 +355,8 @@ def normal_tail(x: Tensor) -> NormalTail:
 def normal_cdf(x: Tensor) -> Tensor:
     """The standard normal distribution function, erfc(-x / sqrt(2)) / 2, in float32.
 
-    `x` float32 (bfloat16 and float16 are widened), any shape. Relatively accurate down to the subnormal results
-    of the negative tail; -Inf gives +0, Inf gives 1.
+    `x` float32 (bfloat16 and float16 are widened), any shape. Relatively accurate down to the subnormal
+    results of the negative tail; -Inf gives +0, Inf gives 1.
     """
     x = as_float32("x", x)
     _, exponential, mills = normal_tail(x)

@@ -153,23 +153,17 @@ def quantize(
         scales = scale_codes(amax_bits, element, contract)
         per_element = multipliers(scales, contract).repeat_interleave(BLOCK, dim=1)
     else:
-        slots = rows.colwise_slots(BLOCK, x.device)
         n_blocks = rows.colwise_rows(BLOCK)
-        moved = torch.zeros((n_blocks * BLOCK, hidden), dtype=bits.dtype, device=x.device)
-        owned = slots >= 0
-        moved[slots[owned]] = bits[owned]
-        amax_bits = _block_max(moved.view(n_blocks, BLOCK, hidden), 1)
+        amax_bits = _block_max(rows.to_blocks(bits, BLOCK).view(n_blocks, BLOCK, hidden), 1)
         if block2d:
             amax_bits = _block_max(amax_bits.view(n_blocks, hidden // BLOCK, BLOCK), 2)
         scales = scale_codes(amax_bits, element, contract)
-        factors = multipliers(scales, contract)
         if block2d:
-            factors = factors.repeat_interleave(BLOCK, dim=1)
-        of_row = torch.div(slots.clamp(min=0), BLOCK, rounding_mode="floor")
-        per_element = factors[of_row] if n_blocks else factors.new_zeros((len(bits), hidden))
-        if block2d:
-            scales = scales[of_row] if axis == -1 and n_blocks else scales
-            scales = scales.repeat_interleave(BLOCK, dim=1) if axis == -2 else scales
+            scales = scales.repeat_interleave(BLOCK, dim=1)
+        factors = multipliers(scales, contract).repeat_interleave(BLOCK, dim=0)
+        per_element = rows.from_blocks(factors, BLOCK)
+        if axis == -1:
+            scales = rows.from_blocks(scales[:, ::BLOCK].repeat_interleave(BLOCK, dim=0), BLOCK)
 
     codes = element.encode(values * per_element)
     if contract.signed_zero == "drop":

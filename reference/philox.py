@@ -82,7 +82,7 @@ def element_bits(
 
 
 def _multiply(constant: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low word of constant * word; in two 16-bit halves, because int64 has no room for 64 unsigned bits."""
+    """High and low word of constant * word, in halves because int64 does not hold 64 unsigned bits."""
     low = constant * (word & 0xFFFF)
     high = constant * (word >> 16) + (low >> 16)
     return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)

@@ -19,8 +19,9 @@ class Quantized:
     scales: uint8; rowwise [capacity, hidden / block]; colwise [colwise_rows(block), hidden], transposed
     colwise [hidden, colwise_rows(block)].
     element, scale_format: formats of codes and scales. axis: -1 rowwise, -2 colwise. block: elements a scale.
-    experts: who owns which row. global_amax: float32 [] or [experts] or [capacity, 1] for two-level scaling,
-    else None.
+    experts: who owns which row.
+    global_amax: of two-level scaling, else None: float32 [] or [experts]; with `line_scaled` one for each row
+    (rowwise) or column (colwise).
     global_factor: a dequantised element is code * (scale * (global_amax * global_factor)).
     """
 
@@ -35,6 +36,7 @@ class Quantized:
     transposed: bool = False
     global_amax: torch.Tensor | None = None
     global_factor: float = 1.0
+    line_scaled: bool = False
 
     @property
     def hidden(self) -> int:
@@ -48,7 +50,7 @@ class Quantized:
         codes = unpack_e2m1(self.codes) if self.packed else self.codes
         if not self.transposed:
             return codes
-        return self._from_slots(codes.t())
+        return self.experts.from_blocks(codes.t(), self.block)
 
     def row_scales(self) -> torch.Tensor:
         """Gives the decoded scale of every element, float32 [capacity, hidden]; code 0 in unowned rows."""
@@ -56,7 +58,9 @@ class Quantized:
         if self.axis == -1:
             return scales.repeat_interleave(self.block, dim=1)
         columns = scales.t() if self.transposed else scales
-        return self._from_slots(columns.repeat_interleave(self.block, dim=0), self.scale_format.value(0))
+        return self.experts.from_blocks(
+            columns.repeat_interleave(self.block, dim=0), self.block, self.scale_format.value(0)
+        )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Gives the values the codes stand for, [capacity, hidden]; padding rows are 0.
@@ -73,7 +77,9 @@ class Quantized:
             values = exact if dtype == torch.float64 else exact.to(torch.float32).to(dtype)
         else:
             amax = self.global_amax.to(torch.float32)
-            if amax.dim() == 1:
+            if self.line_scaled:
+                amax = amax.unsqueeze(1) if self.axis == -1 else amax.unsqueeze(0)
+            elif amax.dim() == 1 and amax.numel():
                 amax = amax[self.experts.row_expert(codes.device).clamp(min=0)].unsqueeze(1)
             factor = torch.tensor(self.global_factor, dtype=torch.float32, device=codes.device)
             values = (self.element.decode(codes) * (self.row_scales() * (amax * factor))).to(dtype)
@@ -81,12 +87,3 @@ class Quantized:
             return values
         owned = self.experts.valid_rows(codes.device).unsqueeze(1)
         return torch.where(owned, values, torch.zeros((), dtype=values.dtype, device=values.device))
-
-    def _from_slots(self, blocks: torch.Tensor, fill: float = 0) -> torch.Tensor:
-        slots = self.experts.colwise_slots(self.block, blocks.device)
-        rows = torch.full(
-            (self.experts.capacity, blocks.shape[1]), fill, dtype=blocks.dtype, device=blocks.device
-        )
-        owned = slots >= 0
-        rows[owned] = blocks[slots[owned]]
-        return rows

@@ -179,16 +179,46 @@ class Experts:
         return owned
 
     def colwise_slots(self, block: int, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Gives int64 [capacity]: scale row * block + place in the block for each valid row, -1 for padding.
-
-        Moving row r of a buffer to row slots[r] of one with colwise_rows(block) * block rows makes every
-        block of an expert `block` adjacent rows.
-        """
+        """Gives int64 [capacity]: scale row * block + place in the block of valid rows, -1 for padding."""
         owner, index = self.row_expert(device), self.row_index(device)
         starts = torch.tensor(self.starts or (0,), dtype=torch.int64, device=device)
         known = owner.clamp(min=0)
         first = torch.div(starts[known], block, rounding_mode="floor") + self._spread(block) * known
         return torch.where(owner >= 0, first * block + index, -1)
+
+    def slot_rows(self, block: int, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Gives int64 [colwise_rows(block) * block]: the row that stands at a slot, -1 for none."""
+        slots = self.colwise_slots(block, device)
+        rows = torch.full((self.colwise_rows(block) * block,), -1, dtype=torch.int64, device=device)
+        rows[slots[slots >= 0]] = torch.arange(self.capacity, device=device)[slots >= 0]
+        return rows
+
+    def blocks(self, block: int) -> Experts:
+        """Gives the experts of the block-aligned buffer, which has colwise_rows(block) * block rows.
+
+        There every expert starts at a multiple of `block` and owns whole blocks: its valid rows, filled up
+        with zeros to a multiple of `block`. It is the layout of column-wise blocks, of their rotation and of
+        transposed codes.
+        """
+        starts = tuple(
+            (start // block + self._spread(block) * e) * block for e, start in enumerate(self.starts)
+        )
+        counts = tuple(-(-count // block) * block for count in self.counts)
+        return Experts(starts, counts, self.colwise_rows(block) * block, block)
+
+    def to_blocks(self, x: torch.Tensor, block: int) -> torch.Tensor:
+        """Gives the rows of x [capacity, ...] in the block-aligned buffer, zeros where no row stands."""
+        slots = self.colwise_slots(block, x.device)
+        moved = torch.zeros((self.colwise_rows(block) * block, *x.shape[1:]), dtype=x.dtype, device=x.device)
+        moved[slots[slots >= 0]] = x[slots >= 0]
+        return moved
+
+    def from_blocks(self, blocks: torch.Tensor, block: int, fill: float = 0) -> torch.Tensor:
+        """Gives the rows of the block-aligned buffer in their places [capacity, ...], `fill` elsewhere."""
+        slots = self.colwise_slots(block, blocks.device)
+        rows = torch.full((self.capacity, *blocks.shape[1:]), fill, dtype=blocks.dtype, device=blocks.device)
+        rows[slots >= 0] = blocks[slots[slots >= 0]]
+        return rows
 
 
 def _integers(name: str, values: torch.Tensor | Sequence[int]) -> tuple[int, ...]:

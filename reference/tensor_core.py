@@ -101,7 +101,7 @@ def accumulate(
     left, nan_left = prepare(row, "a", a, a_format, scales_a, check=False)
     right, nan_right = prepare(row, "b", b, b_format, scales_b, check=False)
     shape = (*a.shape[:-1], b.shape[-2])
-    start = _start(row, c, shape, a.device).reshape(nan_left.shape[0], *shape[-2:])
+    start = _start(row, c, shape, a.device).reshape(left.values.shape[1], *shape[-2:])
     return _finish(row, _chain(row, left, right, start), nan_left, nan_right).reshape(shape)
 
 
@@ -129,7 +129,11 @@ def accumulation_bound(
     scales_b = None if scales_b is None else scales_b.t()
     left, nan_left = prepare(row, "a", a, a_format, scales_a, check=True)
     right, nan_right = prepare(row, "b", b.t(), b_format, scales_b, check=True)
-    undefined = nan_left[0, :, None] | nan_right[0, None, :]
+    undefined = torch.zeros((a.shape[0], b.shape[1]), dtype=torch.bool, device=a.device)
+    if nan_left is not None:
+        undefined = undefined | nan_left[0, :, None]
+    if nan_right is not None:
+        undefined = undefined | nan_right[0, None, :]
     for side, axis in ((left, 1), (right, 0)):
         if side.signs is not None:
             undefined = undefined | torch.isinf(side.signs[:, 0]).any(0).unsqueeze(axis)
@@ -172,16 +176,16 @@ def _start(row: Model, c: Tensor | None, shape: tuple[int, ...], device: torch.d
     return c.float()
 
 
-def _finish(row: Model, result: Tensor, nan_left: Tensor, nan_right: Tensor) -> Tensor:
+def _finish(row: Model, result: Tensor, nan_left: Tensor | None, nan_right: Tensor | None) -> Tensor:
     """The accumulators [batch, M, N] in their own type, every NaN canonical."""
-    undefined = torch.isnan(result) | nan_left[:, :, None] | nan_right[:, None, :]
+    undefined = torch.isnan(result)
+    if nan_left is not None:
+        undefined = undefined | nan_left[:, :, None]
+    if nan_right is not None:
+        undefined = undefined | nan_right[:, None, :]
     if row.rounding == "rne_f16":
-        return (
-            result.to(torch.float16)
-            .view(torch.int16)
-            .masked_fill(undefined, NAN_F16_BITS)
-            .view(torch.float16)
-        )
+        bits = result.to(torch.float16).view(torch.int16)
+        return bits.masked_fill_(undefined, NAN_F16_BITS).view(torch.float16)
     return result.view(torch.int32).masked_fill(undefined, NAN_F32_BITS).view(torch.float32)
 
 
@@ -198,20 +202,25 @@ def _chain(row: Model, left: Side, right: Side, c: Tensor) -> Tensor:
         c = c.permute(1, 2, 0)
     else:
         left, right = left.map(lambda t: t.unsqueeze(3)), right.map(lambda t: t.unsqueeze(2))
-    out = torch.empty(c.shape, dtype=torch.float32, device=c.device)
-    for tile in _tiles(c.shape, TILE_ELEMENTS["cuda" if c.is_cuda else "cpu"]):
+    tiles = list(_tiles(c.shape, TILE_ELEMENTS["cuda" if c.is_cuda else "cpu"]))
+    if len(tiles) == 1:
+        out = _tile_chain(row, left, right, c, careful)
+    else:
+        out = torch.empty(c.shape, dtype=torch.float32, device=c.device)
+    for tile in tiles if len(tiles) > 1 else ():
         out[tile] = _tile_chain(row, _cut(left, tile), _cut(right, tile), c[tile], careful)
     return out.permute(2, 0, 1).contiguous() if batch_last else out
 
 
 def _needs_care(row: Model, left: Side, right: Side, c: Tensor) -> bool:
-    """Whether an Inf, an overflow or a result below the normal range can occur anywhere in the chain."""
+    """Whether an Inf, an overflow or a sum that is no multiple of 2^-126 can occur anywhere in the chain."""
     if row.rounding == "rne_f16" or left.signs is not None or right.signs is not None:
         return True
-    low, high = (x + y for x, y in zip(left.exponent_range(), right.exponent_range(), strict=True))
+    (low_left, high_left), (low_right, high_right) = left.exponent_range(), right.exponent_range()
     # A product is below 2^(exponent + 2), the exact sum of a run of FP4 products below 2^10.
-    largest = 2.0 ** min(high + 12, 1000) * left.length + float(c.abs().max())
-    return low < row.fraction_bits - 149 or not largest < 2.0**127
+    highest = min(high_left + high_right + 12, 1000)
+    largest = 2.0**highest * left.length + max(abs(float(end)) for end in torch.aminmax(c))
+    return low_left + low_right < row.fraction_bits - 126 or not largest < 2.0**127
 
 
 def _tiles(shape: torch.Size, budget: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -233,13 +242,12 @@ def _cut(side: Side, tile: tuple[slice, ...]) -> Side:
     return side.map(cut)
 
 
-def _fold(op: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Combines x [2^n, ...] over its first dimension, in place."""
+def _fold(op: Callable[..., Tensor], x: Tensor) -> None:
+    """Combines x [2^n, ...] over its first dimension, in place: the result is x[0]."""
     size = x.shape[0]
     while size > 1:
         size //= 2
         op(x[:size], x[size : 2 * size], out=x[:size])
-    return x[0]
 
 
 def _tile_chain(row: Model, left: Side, right: Side, c: Tensor, careful: bool) -> Tensor:
@@ -254,10 +262,11 @@ def _tile_chain(row: Model, left: Side, right: Side, c: Tensor, careful: bool) -
     exponents = list(zip(left.exponents.split(step), right.exponents.split(step), strict=True))
     product = torch.empty((step, *c.shape), dtype=torch.float64, device=c.device)
     whole = torch.empty(product.shape, dtype=integer, device=c.device)
-    partial = torch.empty(c.shape, dtype=integer, device=c.device)
     pair_exponent = torch.empty(product.shape, dtype=torch.int16, device=c.device)
+    partial = torch.empty(c.shape, dtype=integer, device=c.device)
+    whole_sum, largest = whole[0], pair_exponent[0]
     for group in range(left.length // row.group):
-        emax = _accumulator_exponent(row, c)
+        emax = _accumulator_exponent(row, c, careful)
         part = slice(group * per_group, (group + 1) * per_group)
         runs = None
         if row.exact_run > 1:
@@ -266,12 +275,13 @@ def _tile_chain(row: Model, left: Side, right: Side, c: Tensor, careful: bool) -
         else:
             for x, y in exponents[part]:
                 torch.add(x, y, out=pair_exponent)
-                torch.maximum(emax, _fold(torch.maximum, pair_exponent), out=emax)
-        scale, quantum = power_of_two(bits - emax), power_of_two(emax - bits)
+                _fold(torch.maximum, pair_exponent)
+                torch.maximum(emax, largest, out=emax)
+        scale = power_of_two(bits - emax)
         kept = torch.where(torch.isfinite(c), c, 0.0) if careful else c
         total = (kept * scale).to(integer).double()
         if runs is not None:
-            total.add_(_fold(torch.add, (runs * scale).to(integer)))
+            total.add_((runs * scale).to(integer).sum(0))
         else:
             for first in range(part.start, part.stop, per_sum):
                 partial.zero_()
@@ -279,23 +289,28 @@ def _tile_chain(row: Model, left: Side, right: Side, c: Tensor, careful: bool) -
                     torch.mul(x, y, out=product)
                     # Conversion to an integer truncates toward zero, and is fast where trunc() is not.
                     whole.copy_(product.mul_(scale))
-                    partial.add_(_fold(torch.add, whole))
+                    _fold(torch.add, whole)
+                    partial.add_(whole_sum)
                 total.add_(partial)
-        after = _round(row, total.mul_(quantum), careful)
+        after = _round(row, total.div_(scale), careful)
         if careful:
-            after = after + torch.where(torch.isfinite(c), 0.0, c)
+            # The finite terms, whose sum may itself overflow, count for nothing beside an Inf.
+            infinite = torch.where(torch.isfinite(c), 0.0, c)
             if left.signs is not None or right.signs is not None:
-                after = after + _infinite_sum(row, left, right, group)
+                infinite = infinite + _infinite_sum(row, left, right, group)
+            after = torch.where(infinite == 0, after, infinite)
         c = after
     return c
 
 
-def _accumulator_exponent(row: Model, c: Tensor) -> Tensor:
+def _accumulator_exponent(row: Model, c: Tensor, careful: bool) -> Tensor:
     """The exponent of the accumulator as int16, at least the model's exponent of zero."""
+    exponents = c.view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF).to(torch.int16).sub_(127)
+    if not careful:
+        # -127 for zero and subnormals: below that of any product, and as good as another beside none.
+        return exponents
     least = OPERANDS["f16"].min_exponent if row.rounding == "rne_f16" else -126
-    exponents = c.view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF).to(torch.int16)
-    exponents.clamp_(min=least + 127).sub_(127)
-    return exponents.masked_fill_(c == 0, row.zero_exponent)
+    return exponents.clamp_(min=least).masked_fill_(c == 0, row.zero_exponent)
 
 
 def _exact_runs(row: Model, left: Side, right: Side, group: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
@@ -311,14 +326,15 @@ def _exact_runs(row: Model, left: Side, right: Side, group: int, shape: torch.Si
     exponents = torch.empty(sums.shape, dtype=torch.int16, device=sums.device)
     for i in range(count):
         term = group * count + i
-        run, nonzero = torch.zeros_like(sums[0]), torch.zeros_like(sums[0])
+        run = torch.zeros(shape, dtype=torch.float32, device=sums.device)
+        nonzero = torch.zeros_like(run)
         for k in range(term * row.exact_run, (term + 1) * row.exact_run):
             x, y = left.values[k], right.values[k]
             run.addcmul_(x, y)
             nonzero.addcmul_(x.abs(), y.abs())
         torch.mul(run, left.scales[term] * right.scales[term], out=sums[i])
         scale_exponents = left.exponents[term] + right.exponents[term]
-        torch.where(nonzero > 0, scale_exponents, NO_EXPONENT, out=exponents[i])
+        exponents[i] = torch.where(nonzero > 0, scale_exponents, NO_EXPONENT)
     return sums, exponents
 
 

@@ -13,13 +13,15 @@ from torch import Tensor
 
 # The exponent of a zero: below every real one, and two of them and two scales still fit an int16.
 NO_EXPONENT = -8192
+# What the exponent bits of Inf and NaN give.
+NOT_FINITE = 1024
 
 
 @dataclass(frozen=True)
 class Side:
     """One operand, K first, with NaN and Inf as zeros.
 
-    values [K, ...]; exponents [terms, ...] of the terms that are aligned: of the values, or of the scales if
+    values [K, ...] float64 (FP4: float32); exponents [terms, ...] of the terms that are aligned: of the values, or of the scales if
     products are scaled after an exact sum, and then `scales` [terms, ...] are the scales. `signs` [K, ...] is
     there if there is an Inf: Inf as it is and 1, 0 or -1 for the rest.
     """
@@ -50,10 +52,8 @@ class Side:
         )
 
     def exponent_range(self) -> tuple[int, int]:
-        """The smallest and the largest exponent of a nonzero term; (0, 0) if there is none."""
+        """The smallest and the largest exponent of a nonzero term; a large and a small one if there is none."""
         zero = self.exponents < NO_EXPONENT // 2
-        if bool(zero.all()):
-            return 0, 0
         return int(self.exponents.masked_fill(zero, -NO_EXPONENT).min()), int(self.exponents.max())
 
 
@@ -98,7 +98,7 @@ def _decode(row: Model, which: str, x: Tensor, name: str | None, check: bool) ->
             raise ValueError(f"{which} is uint8: give {name} operands as floating-point values")
         if check and fmt.code_bits < 8 and bool((x >> fmt.code_bits).any()):
             raise ValueError(
-                f"{which} has a code of {int(x.max())}: {name} codes have {fmt.code_bits} bits, one code a byte"
+                f"{which} has a code of {int(x.max())}: expected {name} codes of {fmt.code_bits} bits"
             )
         return _code_values(name).to(x.device)[x.long()], fmt
     if not x.is_floating_point():
@@ -125,7 +125,7 @@ def _check_values(which: str, values: Tensor, fmt: OperandFormat) -> None:
     if bool(wrong.any()):
         place = tuple(int(i) for i in wrong.nonzero()[0])
         raise ValueError(
-            f"{which}{list(place)} = {float(values[place])!r} is no {fmt.name} value: round the operand to it first"
+            f"{which}{list(place)} = {float(values[place])!r} is no {fmt.name} value: round to it first"
         )
 
 
@@ -154,36 +154,39 @@ def _decode_scales(row: Model, which: str, x: Tensor, scales: Tensor | None) -> 
 
 def prepare(
     row: Model, which: str, x: Tensor, name: str | None, scales: Tensor | None, check: bool
-) -> tuple[Side, Tensor]:
-    """An operand [..., rows, K] as a `Side` [K, batch, rows], K padded, and which rows hold a NaN."""
+) -> tuple[Side, Tensor | None]:
+    """An operand [..., rows, K] as a `Side` [K, batch, rows], K padded, and which rows hold a NaN, if any."""
     values, fmt = _decode(row, which, x, name, check)
-    rows, length = x.shape[-2:]
     scaled = _decode_scales(row, which, x, scales)
-
+    rows, length = x.shape[-2:]
     batch = math.prod(x.shape[:-2])
+    padded = -(-length // row.group) * row.group
 
     def arrange(t: Tensor, size: int) -> Tensor:
-        t = torch.nn.functional.pad(t[..., :size], (0, max(0, size - t.shape[-1])))
+        t = t[..., :size]
+        if t.shape[-1] < size:
+            t = torch.nn.functional.pad(t, (0, size - t.shape[-1]))
         return t.reshape(batch, rows, size).permute(2, 0, 1).contiguous()
 
-    padded = -(-length // row.group) * row.group
     values = arrange(values, padded)
-    nan_rows = torch.isnan(values).any(0)
-    term_scales = None
+    exponents = exponent(values, fmt.min_exponent)
+    signs = nan_rows = factors = None
+    if values.numel() and int(exponents.max()) == NOT_FINITE:
+        nan, infinite = torch.isnan(values), torch.isinf(values)
+        nan_rows = nan.any(0)
+        values = values.masked_fill(nan, 0.0)
+        if bool(infinite.any()):
+            signs = torch.where(infinite, values, torch.sign(values))
+        values = values.masked_fill(infinite, 0.0)
+        exponents = exponents.masked_fill(nan | infinite, NO_EXPONENT)
     if scaled is not None:
         factors, factor_exponents = (arrange(t, padded // row.exact_run) for t in scaled)
-        nan_rows = nan_rows | torch.isnan(factors).any(0)
-        factors = torch.nan_to_num(factors, nan=0.0)
-    signs = None
-    if not bool(torch.isfinite(values).all()):
-        values = torch.nan_to_num(values, nan=0.0, posinf=float("inf"), neginf=float("-inf"))
-        infinite = torch.isinf(values)
-        signs = torch.where(infinite, values, torch.sign(values)) if bool(infinite.any()) else None
-        values = values.masked_fill(infinite, 0.0)
-    if scaled is not None and row.exact_run > 1:
-        exponents, term_scales = factor_exponents.masked_fill(factors == 0, NO_EXPONENT), factors
-    else:
-        exponents = exponent(values, fmt.min_exponent)
-        if scaled is not None:
-            exponents, values = exponents + factor_exponents, values * factors
-    return Side(values, exponents, term_scales, signs), nan_rows
+        nan = torch.isnan(factors)
+        nan_rows = nan.any(0) if nan_rows is None else nan_rows | nan.any(0)
+        factors = factors.masked_fill(nan, 0.0)
+        if row.exact_run > 1:
+            # FP4 products and the sums of their runs are exact in float32.
+            exponents, values = factor_exponents.masked_fill(factors == 0, NO_EXPONENT), values.float()
+        else:
+            exponents, values, factors = exponents + factor_exponents, values * factors, None
+    return Side(values, exponents, factors, signs), nan_rows

@@ -146,7 +146,7 @@ def _range(label: str) -> str:
 def _ulp_label(label: str) -> str:
     """`4-7` as `4 to 7`, and from 2^10 on as `2^10 to 2^11`, which still fits beside a bar."""
     if label == "nan":
-        return "NaN or number"
+        return "one is NaN"
     low, _, high = label.partition("-")
     if high and int(low) >= 1024:
         return f"2^{int(low).bit_length() - 1} to 2^{int(high).bit_length()}"

@@ -10,7 +10,7 @@ from moe_numerics.report.atomic import write_files
 from moe_numerics.report.model import PathResult, Report
 from moe_numerics.report.wording import failure_lines, headline
 
-# What XML 1.0 cannot hold, not even escaped (section 2.2): most control characters, surrogates, noncharacters.
+# What XML 1.0 cannot hold, not even escaped (section 2.2): control characters, surrogates, noncharacters.
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

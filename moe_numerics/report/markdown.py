@@ -13,7 +13,7 @@ from moe_numerics.report.model import Report
 
 
 def to_markdown(report: Report) -> str:
-    """A report as GitHub-flavoured Markdown: verdict, a table of paths, and the mismatches of those that failed."""
+    """A report as GitHub-flavoured Markdown: verdict, a table of paths, what failed or was not checked."""
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )

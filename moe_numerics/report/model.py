@@ -130,9 +130,14 @@ class OutputResult:
         )
 
     @property
+    def checked(self) -> int:
+        """Elements that were compared."""
+        return self.elements - self.unchecked
+
+    @property
     def bit_equal_share(self) -> float | None:
-        """Bit-equal elements over all elements, None without elements."""
-        return self.bit_equal / self.elements if self.elements else None
+        """Bit-equal elements over checked ones, None if none was checked."""
+        return self.bit_equal / self.checked if self.checked else None
 
 
 @dataclass(frozen=True)
@@ -214,9 +219,14 @@ class PathResult:
         return sum(output.bit_equal for output in self.outputs)
 
     @property
+    def checked(self) -> int:
+        """Elements that were compared."""
+        return self.elements - self.unchecked
+
+    @property
     def bit_equal_share(self) -> float | None:
-        """Bit-equal elements over all elements, None without elements."""
-        return self.bit_equal / self.elements if self.elements else None
+        """Bit-equal elements over checked ones, None if none was checked."""
+        return self.bit_equal / self.checked if self.checked else None
 
     @property
     def explained(self) -> int:
@@ -255,9 +265,14 @@ class Summary:
     verdict: Verdict
 
     @property
+    def checked(self) -> int:
+        """Elements that were compared."""
+        return self.elements - self.unchecked
+
+    @property
     def bit_equal_share(self) -> float | None:
-        """Bit-equal elements over all elements, None without elements."""
-        return self.bit_equal / self.elements if self.elements else None
+        """Bit-equal elements over checked ones, None if none was checked."""
+        return self.bit_equal / self.checked if self.checked else None
 
 
 @dataclass(frozen=True)

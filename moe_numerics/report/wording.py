@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import datetime
 
 from moe_numerics.findings import FirstMismatch
 from moe_numerics.report.model import OutputResult, PathResult, Report
@@ -30,11 +31,13 @@ def headline(report: Report) -> str:
 def verdict_sentence(report: Report) -> str:
     """What the verdict rests on, as one or two sentences."""
     summary = report.summary
+    if not summary.checked:
+        return "No output element was compared with the reference."
     stopped = sum(path.status in ("skipped", "error") for path in report.paths)
     compared = (
-        f"{summary.elements - summary.unchecked:,} output elements of {summary.cases:,} "
+        f"{summary.checked:,} output elements of {summary.cases:,} "
         f"{plural(summary.cases, 'case')} were compared with the reference: "
-        f"{share(summary.bit_equal, summary.elements)} are bit-equal"
+        f"{share(summary.bit_equal, summary.checked)} are bit-equal"
     )
     parts = [compared]
     if summary.explained:
@@ -84,6 +87,15 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s"
+
+
+def moment(started: str) -> str:
+    """An ISO 8601 time to the minute, as people write it; other text as it is."""
+    try:
+        time = datetime.fromisoformat(started)
+    except ValueError:
+        return started
+    return f"{time:%Y-%m-%d %H:%M} {time.tzname() or ''}".rstrip()
 
 
 def coordinates(first: FirstMismatch) -> str:

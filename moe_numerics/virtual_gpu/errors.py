@@ -54,7 +54,9 @@ class Fault(Exception):
     position: index of the thread in the running wave, None where no single thread is to blame.
     """
 
-    def __init__(self, kind: str, message: str, position: int | None = None, address: int | None = None) -> None:
+    def __init__(
+        self, kind: str, message: str, position: int | None = None, address: int | None = None
+    ) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message

@@ -146,7 +146,9 @@ def sqrt(a: F32, mode: str) -> F32:
     return canonical(narrow32(np.sqrt(a.astype(np.float64)), mode))
 
 
-def minmax(a: F32, b: F32, largest: bool, propagate: bool, magnitude: bool = False, xorsign: bool = False) -> F32:
+def minmax(
+    a: F32, b: F32, largest: bool, propagate: bool, magnitude: bool = False, xorsign: bool = False
+) -> F32:
     """The smaller or larger operand, -0 below +0 (PTX ISA 9.7.3.11, 9.7.3.12).
 
     One NaN: the other operand, or the canonical NaN with `.NaN`. Two: the canonical NaN.

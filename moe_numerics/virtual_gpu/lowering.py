@@ -122,7 +122,11 @@ class Lowering:
 
     def fail(self, message: str) -> VirtualGPUError:
         return error(
-            "unknown_instruction", message, kernel=self.program.kernel.name, line=self.ins.line, text=self.ins.text
+            "unknown_instruction",
+            message,
+            kernel=self.program.kernel.name,
+            line=self.ins.line,
+            text=self.ins.text,
         )
 
     def width(self, operand: ptx.Operand) -> int:
@@ -164,7 +168,9 @@ class Lowering:
 
             return self._checked(k, predicate) if checked else predicate
         if kind == "pred":
-            raise self.fail(f"`{self.ins.name}` needs a predicate, not {self.program.kernel.register_names[k]}")
+            raise self.fail(
+                f"`{self.ins.name}` needs a predicate, not {self.program.kernel.register_names[k]}"
+            )
         if size == dtype.itemsize:
 
             def same(w: Wave, i: Index) -> Array:
@@ -197,7 +203,9 @@ class Lowering:
                 if not mine.all():
                     bad = int(np.flatnonzero(~mine)[0])
                     raise Fault(
-                        "uninitialised", f"register {name} is read before it was written", bad if i is None else int(i[bad])
+                        "uninitialised",
+                        f"register {name} is read before it was written",
+                        bad if i is None else int(i[bad]),
                     )
             return inner(w, i)
 
@@ -236,7 +244,9 @@ class Lowering:
         for param in self.program.kernel.params:
             if param.name == name:
                 offset = param.offset
-                return lambda w, i: cut.type((w.launch.param_address + offset) & ((1 << 8 * cut.itemsize) - 1))
+                return lambda w, i: cut.type(
+                    (w.launch.param_address + offset) & ((1 << 8 * cut.itemsize) - 1)
+                )
         if any(v.name == name for v in self.program.module.variables):
             return lambda w, i: cut.type(w.launch.symbols[name])
         raise self.fail(f"unknown symbol {name}")
@@ -252,7 +262,9 @@ class Lowering:
         size = self.program.kernel.registers[k]
         dtype = VIEW[kind]
         if (size == 0) != (kind == "pred"):
-            raise self.fail(f"`{self.ins.name}` writes {kind}, which {self.program.kernel.register_names[k]} cannot hold")
+            raise self.fail(
+                f"`{self.ins.name}` writes {kind}, which {self.program.kernel.register_names[k]} cannot hold"
+            )
         if size and size < dtype.itemsize:
             raise self.fail(
                 f"`{self.ins.name}` writes {8 * dtype.itemsize} bits, but "
@@ -429,7 +441,9 @@ def _targets(program: Program, b: _Built) -> list[int]:
         names = tuple(o.name for o in ops if isinstance(o, ptx.Symbol))
     missing = [n for n in names if n not in kernel.labels]
     if missing or not names:
-        raise b.lowering.fail(f"branch target {missing[0] if missing else '(none)'} is not a label of this kernel")
+        raise b.lowering.fail(
+            f"branch target {missing[0] if missing else '(none)'} is not a label of this kernel"
+        )
     return [kernel.labels[n] for n in names]
 
 
@@ -514,7 +528,9 @@ def _ending(program: Program, b: _Built, after: int, number: dict[int, int], las
             if w.count(yes):
                 values = np.broadcast_to(select(w, yes), w.count(yes))
                 if int(values.max()) >= len(targets):
-                    raise Fault("branch", f"index {int(values.max())} is past the {len(targets)} entries of the table")
+                    raise Fault(
+                        "branch", f"index {int(values.max())} is past the {len(targets)} entries of the table"
+                    )
                 parts += [(t, choose(yes, values == n)) for n, t in enumerate(targets)]
             return parts
 
@@ -602,7 +618,9 @@ def lower(module: ptx.Module, kernel: ptx.Kernel, arch: str, fine: bool) -> Prog
 def _rendezvous(b: _Built) -> Callable[[Wave, Index], tuple[Index, Index]]:
     mask = b.lowering.sync_mask
     assert mask is not None
-    guard_read = None if b.lowering.ins.guard is None else b.lowering.read(ptx.Reg(b.lowering.ins.guard), "pred")
+    guard_read = (
+        None if b.lowering.ins.guard is None else b.lowering.read(ptx.Reg(b.lowering.ins.guard), "pred")
+    )
     negated = b.lowering.ins.guard_negated
 
     def meet(w: Wave, i: Index) -> tuple[Index, Index]:
@@ -633,7 +651,10 @@ def program(text: str, name: str | None, arch: str, fine: bool) -> Program:
     module = parsed(text)
     if name is None:
         if len(module.kernels) != 1:
-            raise error("unknown_kernel", f"the PTX has {len(module.kernels)} kernels: say which of {sorted(module.kernels)}")
+            raise error(
+                "unknown_kernel",
+                f"the PTX has {len(module.kernels)} kernels: say which of {sorted(module.kernels)}",
+            )
         (name,) = module.kernels
     if name not in module.kernels:
         raise error("unknown_kernel", f"the PTX has no kernel {name}: it has {sorted(module.kernels)}")

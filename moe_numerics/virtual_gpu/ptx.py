@@ -186,7 +186,9 @@ class _Tokens:
         while position < len(text):
             match = _TOKEN.match(text, position)
             if match is None:
-                raise error("syntax", f"unexpected character {text[position]!r}", line=line, text=self.at(line))
+                raise error(
+                    "syntax", f"unexpected character {text[position]!r}", line=line, text=self.at(line)
+                )
             kind, value = match.lastgroup, match.group()
             if kind not in ("skip", "newline"):
                 self.items.append((str(kind), value, line))
@@ -430,7 +432,9 @@ class _Parser:
             if number.bits is not None:
                 out.extend(number.bits.to_bytes(size, "little"))
             elif kind in ("f32", "f64"):
-                out.extend(struct.pack("<f" if kind == "f32" else "<d", -number.value if negative else number.value))
+                out.extend(
+                    struct.pack("<f" if kind == "f32" else "<d", -number.value if negative else number.value)
+                )
             else:
                 integer = -int(number.value) if negative else int(number.value)
                 out.extend((integer & ((1 << (8 * size)) - 1)).to_bytes(size, "little"))

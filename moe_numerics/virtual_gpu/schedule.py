@@ -1,0 +1,91 @@
+"""Schedules: which warps run when. A seed replays exactly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from .wave import Wave
+
+
+class Schedule:
+    """The fast schedule: all threads of a wave are one unit, and the lowest program counter runs first."""
+
+    fine = False
+    wave_threads = 8192
+
+    def order(self, clusters: int) -> npt.NDArray[np.int64]:
+        """The order in which clusters of blocks are started."""
+        return np.arange(clusters, dtype=np.int64)
+
+    def wave_clusters(self, threads_per_cluster: int) -> int:
+        """How many clusters run together."""
+        return max(1, self.wave_threads // threads_per_cluster)
+
+    def units(self, w: Wave) -> tuple[int, npt.NDArray[np.int64]]:
+        """The number of units and each thread's unit."""
+        return 1, np.zeros(0, np.int64)
+
+    def pick(self, w: Wave) -> int:
+        """The unit to run next, -1 if none can."""
+        return 0 if w.pools[0] else -1
+
+
+class RandomSchedule(Schedule):
+    """A schedule drawn from a seed.
+
+    Units are warps (the same warp number of the blocks that run together). Half of the seeds pick a unit at random
+    each time, half keep strict random priorities that change rarely (probabilistic concurrency testing, Burckhardt et
+    al., ASPLOS 2010). The order of blocks and how many run together is drawn too.
+    """
+
+    fine = True
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.Generator(np.random.Philox(seed))
+        self.strict = bool(self.rng.integers(2))
+        self.width = int(self.rng.choice([1, 1, 2, 4, 8]))
+        self._priority: dict[int, npt.NDArray[np.float64]] = {}
+
+    def order(self, clusters: int) -> npt.NDArray[np.int64]:
+        return self.rng.permutation(clusters)
+
+    def wave_clusters(self, threads_per_cluster: int) -> int:
+        return max(1, min(self.width, self.wave_threads // threads_per_cluster))
+
+    def units(self, w: Wave) -> tuple[int, npt.NDArray[np.int64]]:
+        count = w.warps_per_block * w.launch.cluster_size
+        unit = w.rank[w.block].astype(np.int64) * w.warps_per_block + (w.linear_thread >> np.uint32(5))
+        self._priority[id(w)] = self.rng.permutation(count).astype(np.float64)
+        return count, unit
+
+    def pick(self, w: Wave) -> int:
+        ready = [u for u, pool in enumerate(w.pools) if pool]
+        if not ready:
+            self._priority.pop(id(w), None)
+            return -1
+        if len(ready) == 1:
+            return ready[0]
+        if not self.strict:
+            return ready[int(self.rng.integers(len(ready)))]
+        priority = self._priority.setdefault(id(w), self.rng.permutation(len(w.pools)).astype(np.float64))
+        best = max(ready, key=lambda u: priority[u])
+        if self.rng.random() < 0.02:
+            # A change point: the running unit falls behind all others.
+            priority[best] = priority.min() - 1
+            best = max(ready, key=lambda u: priority[u])
+        return best
+
+
+def schedule(choice: str | int) -> Schedule:
+    """`fast`, or a seed."""
+    if choice == "fast":
+        return Schedule()
+    if isinstance(choice, bool) or not isinstance(choice, int):
+        raise ValueError(f'schedule {choice!r} is neither "fast" nor an integer seed')
+    if choice < 0:
+        raise ValueError(f"schedule seed {choice} is negative")
+    return RandomSchedule(choice)

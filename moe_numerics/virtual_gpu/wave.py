@@ -1,0 +1,321 @@
+"""A wave: the blocks that are resident together, their registers and memory, and the loop that runs them.
+
+Threads that share a program counter form a fragment and execute as one array operation. Fragments belong to units:
+one unit for all threads in the fast schedule, one for each warp number in the others. Inside a unit the lowest
+program counter runs first, which makes threads meet again after a branch; between units the schedule chooses.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import special
+from .barriers import NamedBarriers
+from .errors import Fault, Finding, VirtualGPUError
+from .lowering import SHARED_START, Program, Read, dynamic_start
+from .memory import Region
+from .registry import Index
+
+if TYPE_CHECKING:
+    from .launch import Launch
+    from .schedule import Schedule
+
+Array = npt.NDArray[Any]
+NOBODY: npt.NDArray[np.intp] = np.empty(0, np.intp)
+
+
+class Wave:
+    """Blocks running together. Blocks are numbered as in the grid, x fastest; clusters are kept whole."""
+
+    def __init__(self, launch: Launch, blocks: npt.NDArray[np.int64], schedule: Schedule) -> None:
+        self.launch = launch
+        self.program: Program = launch.program
+        self.checkers = launch.checkers
+        self.tracker: Any = None
+        self.schedule = schedule
+        self.per_block = int(np.prod(launch.block))
+        self.blocks = blocks
+        self.block_count = int(blocks.size)
+        self.threads = self.block_count * self.per_block
+        self.regs: list[Any] = [None] * len(self.program.kernel.registers)
+        self.valid: dict[int, Any] = {}
+        self._special: dict[str, Array] = {}
+        self.resume = 0
+        self.time = 0
+
+        everyone = np.arange(self.threads)
+        self.block = everyone // self.per_block
+        self.linear_thread = (everyone % self.per_block).astype(np.uint32)
+        self.lane = self.linear_thread & np.uint32(31)
+        self.warps_per_block = -(-self.per_block // 32)
+        self.warp = self.block * self.warps_per_block + (self.linear_thread >> np.uint32(5))
+        self.warp_base = everyone - self.lane
+        bx, by, _ = launch.block
+        t = self.linear_thread
+        self.thread_index = (t % np.uint32(bx), t // np.uint32(bx) % np.uint32(by), t // np.uint32(bx * by))
+        self._place_blocks()
+
+        for k in self.program.unproved:
+            size = self.program.kernel.registers[k]
+            self.regs[k] = np.zeros(
+                self.threads, {0: bool, 1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[size]
+            )
+            if self.checkers:
+                self.valid[k] = np.zeros(self.threads, bool)
+
+        self.shared_begin = SHARED_START
+        self.shared_limit = dynamic_start(self.program) + launch.shared_bytes
+        if not launch.shared_bytes:
+            self.shared_limit = SHARED_START + self.program.static_shared
+        self.shared_stride = -(-self.shared_limit // 1024) * 1024
+        total = self.shared_stride * self.block_count
+        self.shared_region = Region(
+            "shared", np.zeros(total, np.uint8), np.zeros(total, np.uint8) if self.checkers else None
+        )
+        self.shared_base = self.block.astype(np.int64) * self.shared_stride
+        self.local_bytes = self.program.local_bytes
+        total = self.local_bytes * self.threads
+        self.local_region = Region(
+            "local", np.zeros(total, np.uint8), np.zeros(total, np.uint8) if self.checkers else None
+        )
+
+        self.live = np.ones(self.threads, bool)
+        self.all_live = True
+        self.barriers = NamedBarriers(self)
+        self.unit_count, self.unit_of = schedule.units(self)
+        self.pools: list[dict[int, list[Index]]] = [{} for _ in range(self.unit_count)]
+        self.asleep: dict[int, list[Index]] = {}
+        self.parked = 0
+
+    def _place_blocks(self) -> None:
+        gx, gy, _ = self.launch.grid
+        cx, cy, cz = self.launch.cluster
+        b = self.blocks
+        x, y, z = b % gx, b // gx % gy, b // (gx * gy)
+        self.block_index = (x, y, z)
+        self.cluster_block_index = (x % cx, y % cy, z % cz)
+        self.cluster_index = (x // cx, y // cy, z // cz)
+        self.rank = (x % cx + cx * (y % cy + cy * (z % cz))).astype(np.uint32)
+        # cluster_start: the wave's number of the block of rank 0; the launch hands out blocks cluster by cluster.
+        self.cluster_start = np.arange(self.block_count) - self.rank
+        self.shared_rank = (self.rank << np.uint32(24))[self.block]
+
+    # -- registers ------------------------------------------------------------------------------------------------
+
+    def count(self, i: Index) -> int:
+        return self.threads if i is None else i.size
+
+    def index(self, i: Index) -> npt.NDArray[np.intp]:
+        """A fragment's threads as an array."""
+        return np.arange(self.threads) if i is None else i
+
+    def special(self, name: str) -> Array:
+        if name in special.VOLATILE:
+            return np.asarray(special.SPECIAL[name](self))
+        if name not in self._special:
+            self._special[name] = np.asarray(special.SPECIAL[name](self))
+        return self._special[name]
+
+    def mark_valid(self, k: int, i: Index) -> None:
+        valid = self.valid.get(k)
+        if valid is not None:
+            if i is None:
+                del self.valid[k]
+            else:
+                valid[i] = True
+
+    def shared_offset(self, i: Index, rank: Array, low: Array) -> npt.NDArray[np.int64]:
+        """Offsets in the wave's shared buffer of addresses with their cluster rank."""
+        base = self.shared_base if i is None else self.shared_base[i]
+        if self.launch.cluster_size == 1:
+            if rank.any():
+                k = int(np.flatnonzero(rank)[0])
+                raise Fault(
+                    "out_of_bounds", "a shared address of another block, but the launch has no clusters",
+                    k if i is None else int(i[k]), int(low[k]),
+                )  # fmt: skip
+            return base + low.view(np.int64)
+        if int(rank.max()) >= self.launch.cluster_size:
+            k = int(np.argmax(rank))
+            raise Fault(
+                "out_of_bounds", f"a shared address of block {int(rank[k])} of a cluster of {self.launch.cluster_size}",
+                k if i is None else int(i[k]), int(low[k]),
+            )  # fmt: skip
+        mine = self.block if i is None else self.block[i]
+        return (self.cluster_start[mine] + rank.view(np.int64)) * self.shared_stride + low.view(np.int64)
+
+    # -- scheduling -----------------------------------------------------------------------------------------------
+
+    def union(self, a: Index, b: Index) -> Index:
+        """Both groups of threads."""
+        if a is None or b is None:
+            return None
+        if not a.size:
+            return b
+        if not b.size:
+            return a
+        both = np.sort(np.concatenate((a, b)))
+        return None if both.size == self.threads else both
+
+    def push(self, segment: int, i: Index) -> None:
+        """Makes threads runnable at a segment."""
+        if i is not None and not i.size:
+            return
+        if segment >= len(self.program.segments):
+            self.exit(i)
+            return
+        if self.unit_count == 1:
+            self.pools[0].setdefault(segment, []).append(i)
+            return
+        threads = self.index(i)
+        units = self.unit_of[threads]
+        for u in np.unique(units):
+            self.pools[int(u)].setdefault(segment, []).append(threads[units == u])
+
+    def _push_own(self, unit: int, segment: int, i: Index) -> None:
+        """`push` for threads that are known to belong to one unit."""
+        if i is not None and not i.size:
+            return
+        if segment >= len(self.program.segments):
+            self.exit(i)
+            return
+        self.pools[unit].setdefault(segment, []).append(i)
+
+    def exit(self, i: Index) -> None:
+        """Ends threads."""
+        if i is None:
+            self.live[:] = False
+        else:
+            self.live[i] = False
+        self.all_live = False
+        self.barriers.threads_left(i)
+        # Lanes that waited for the ones that ended may be complete now.
+        for segment, parts in list(self.asleep.items()):
+            del self.asleep[segment]
+            for part in parts:
+                self.push(segment, part)
+
+    def rendezvous(self, i: Index, mask: Read) -> tuple[Index, Index]:
+        """Splits a fragment at a `.sync` instruction into lanes whose partners are all here and lanes that wait."""
+        masks = mask(self, i)
+        lanes = self.lane if i is None else self.lane[i]
+        named = (masks >> lanes) & np.uint32(1)
+        if not np.all(named):
+            k = int(np.flatnonzero(np.broadcast_to(named, lanes.shape) == 0)[0])
+            raise Fault(
+                "warp_mask", "the thread executes a .sync instruction whose member mask does not name it",
+                k if i is None else int(i[k]),
+            )  # fmt: skip
+        if i is None and self.per_block % 32 == 0 and self.all_live:
+            return i, NOBODY
+        warps = self.warp if i is None else self.warp[i]
+        bits = np.uint32(1) << lanes
+        size = self.block_count * self.warps_per_block
+        here = np.bincount(warps, bits, size).astype(np.uint32)
+        alive = np.bincount(self.warp, (np.uint32(1) << self.lane) * self.live, size).astype(np.uint32)
+        wanted = masks & alive[warps]
+        complete = (wanted & ~here[warps]) == 0
+        if complete.all():
+            return i, NOBODY
+        threads = self.index(i)
+        return threads[complete], threads[~complete]
+
+    def run(self) -> None:
+        """Runs all threads to their end."""
+        segments = self.program.segments
+        launch = self.launch
+        if not segments:
+            return
+        self.push(0, None)
+        budget = launch.budget * max(1, self.unit_count)
+        while True:
+            unit = self.schedule.pick(self)
+            if unit < 0:
+                if self.live.any():
+                    self._deadlock()
+                return
+            pool = self.pools[unit]
+            number = min(pool)
+            parts = pool.pop(number)
+            waiting = self.asleep.pop(number, None)
+            if waiting:
+                for part in waiting:
+                    parts.append(part)
+            i = parts[0]
+            for part in parts[1:]:
+                i = self.union(i, part)
+            segment = segments[number]
+            current = segment.steps[0][1] if segment.steps else segment.end_instruction
+            try:
+                if segment.sync is not None:
+                    i, late = segment.sync(self, i)
+                    if late is None or late.size:
+                        self.asleep.setdefault(number, []).append(late)
+                    if i is not None and not i.size:
+                        continue
+                for step, current in segment.steps:  # noqa: B007
+                    step(self, i)
+                current = segment.end_instruction
+                assert segment.end is not None
+                for target, part in segment.end(self, i):
+                    self._push_own(unit, target, part)
+            except Fault as fault:
+                raise self._error(fault, current) from fault
+            length = segment.length
+            self.time += length
+            launch.stats.thread_instructions += length * self.count(i)
+            if self.time > budget:
+                raise self._error(
+                    Fault(
+                        "budget",
+                        f"more than {launch.budget} instructions in a thread: an endless loop, or instruction_budget "
+                        "is too small",
+                        int(self.index(i)[0]),
+                    ),
+                    current or segment.steps[-1][1],
+                )
+
+    def place(self, thread: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """blockIdx and threadIdx of the wave's thread of this number."""
+        b = int(self.block[thread])
+        return (
+            tuple(int(a[b]) for a in self.block_index),  # type: ignore[return-value]
+            tuple(int(a[thread]) for a in self.thread_index),
+        )
+
+    def _error(self, fault: Fault, instruction: Any) -> VirtualGPUError:
+        finding = self.finding(fault.kind, fault.message, instruction, fault.position, fault.address)
+        self.launch.findings.append(finding)
+        return VirtualGPUError(finding)
+
+    def finding(
+        self, kind: str, message: str, instruction: Any, thread: int | None = None, address: int | None = None
+    ) -> Finding:
+        block_index, thread_index = (None, None) if thread is None else self.place(thread)
+        return Finding(
+            kind, message, self.program.kernel.name, getattr(instruction, "line", None),
+            getattr(instruction, "text", None), block_index, thread_index, address,
+        )  # fmt: skip
+
+    def _deadlock(self) -> None:
+        """Nothing can run, but threads are alive: say where each of them waits."""
+        places = []
+        first = None
+        for segment, parts in self.asleep.items():
+            s = self.program.segments[segment]
+            ins = s.steps[0][1] if s.steps else s.end_instruction
+            threads = np.concatenate([self.index(p) for p in parts])
+            first = first or (ins, int(threads[0]))
+            places.append(
+                f"{threads.size} threads at line {getattr(ins, 'line', '?')} wait for lanes of their warp"
+            )
+        for ins, threads, why in self.barriers.waiting():
+            first = first or (ins, int(threads[0]))
+            b, t = self.place(int(threads[0]))
+            places.append(f"{threads.size} threads (block {b}, first {t}) at line {ins.line} wait for {why}")
+        ins, thread = first if first is not None else (None, int(np.flatnonzero(self.live)[0]))
+        fault = Fault("deadlock", "no thread can run: " + "; ".join(places[:12]), thread)
+        raise self._error(fault, ins)
