@@ -10,9 +10,8 @@ from cutlass import Float32
 
 from moe_numerics.fused import gated_activations, unary_activations
 from moe_numerics.fused.unary_activations import Identity
-from moe_numerics.reference.activations import ACTIVATIONS as REFERENCES
 
-__all__ = ["ACTIVATIONS", "IDENTITY", "Activation", "activation"]
+__all__ = ["IDENTITY", "Activation", "activation"]
 
 
 class Activation(Protocol):
@@ -43,4 +42,3 @@ def activation(reference: Any) -> Activation:
 
 
 IDENTITY = Identity()
-ACTIVATIONS: dict[str, Activation] = {name: activation(reference) for name, reference in REFERENCES.items()}

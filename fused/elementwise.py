@@ -15,7 +15,8 @@ import cutlass.cute as cute
 import cutlass.cute.runtime as runtime
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
-from moe_numerics.fused.activations import ACTIVATIONS, IDENTITY, Activation
+from moe_numerics.fused.activations import IDENTITY, Activation
+from moe_numerics.fused.activations import activation as twin
 from moe_numerics.fused.compilation import Compiled, compile_function, current_target
 from moe_numerics.fused.launch import check_tensor, launch
 from moe_numerics.fused.mxfp8 import BLOCK, Mxfp8
@@ -30,7 +31,9 @@ from moe_numerics.fused.tile import (
     Sink,
     tile_kernel,
 )
+from moe_numerics.reference.activations import Activation as ReferenceActivation
 from moe_numerics.reference.contract import SUITE, Contract
+from moe_numerics.reference.elementwise import find_activation, output_shapes
 from moe_numerics.reference.formats import FloatFormat
 
 __all__ = ["activation_backward", "activation_forward", "quantize"]
@@ -197,27 +200,6 @@ def _parse_layout(activation: Activation, layout: str) -> Layout:
     return Layout(2, int(block))
 
 
-def output_shapes(
-    rows: int, hidden: int, experts: int, streams: int, quantised: bool, alignment: int, dprob: bool
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of each result of a kernel that writes `streams` * `hidden` columns."""
-    width = streams * hidden
-    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    if quantised:
-        dense = alignment % BLOCK == 0
-        scale_rows = -(-rows // BLOCK) if dense else rows // BLOCK + experts
-        shapes["codes_rowwise"] = ((rows, width), torch.uint8)
-        shapes["scales_rowwise"] = ((rows, width // BLOCK), torch.uint8)
-        shapes["codes_colwise"] = ((rows, width), torch.uint8)
-        shapes["scales_colwise"] = ((scale_rows, width), torch.uint8)
-    else:
-        shapes["out"] = ((rows, width), torch.bfloat16)
-    shapes["amax"] = ((experts,), torch.float32)
-    if dprob:
-        shapes["dprob"] = ((rows,), torch.float32)
-    return shapes
-
-
 def _run(
     make_op: type[Forward] | type[Backward],
     activation: Activation,
@@ -305,7 +287,7 @@ def activation_forward(
     counts: torch.Tensor | None = None,
     prob: torch.Tensor | None = None,
     *,
-    activation: str = "swiglu",
+    activation: str | ReferenceActivation = "swiglu",
     layout: str = "halves",
     element: FloatFormat | None = None,
     alignment: int = 1,
@@ -351,7 +333,7 @@ def activation_backward(
     counts: torch.Tensor | None = None,
     prob: torch.Tensor | None = None,
     *,
-    activation: str = "swiglu",
+    activation: str | ReferenceActivation = "swiglu",
     layout: str = "halves",
     element: FloatFormat | None = None,
     alignment: int = 1,
@@ -399,7 +381,5 @@ def quantize(
     )
 
 
-def _activation(name: str) -> Activation:
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation is {name!r}: expected one of {', '.join(sorted(ACTIVATIONS))}")
-    return ACTIVATIONS[name]
+def _activation(chosen: str | ReferenceActivation) -> Activation:
+    return twin(find_activation(chosen))

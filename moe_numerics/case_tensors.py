@@ -11,7 +11,7 @@ from moe_numerics import values
 from moe_numerics.checked import CaseError, one_of
 
 if TYPE_CHECKING:
-    from moe_numerics.cases import Case, TensorSpec, Values
+    from moe_numerics.cases import Case, TensorSpec, Values, Window
 
 
 def fill(case: Case, spec: TensorSpec) -> NDArray[Any]:
@@ -24,6 +24,8 @@ def fill(case: Case, spec: TensorSpec) -> NDArray[Any]:
     one_of(f"values.{spec.name}.kind", item.kind, tuple(values.PROB_KINDS if is_prob else values.KINDS))
     parts, hidden = (1, 1) if is_prob else (spec.columns, case.hidden)
     width = parts * hidden
+    if item.window is not None and item.window.part_end > parts:
+        raise CaseError(f"values.{spec.name}.window.part_end = {item.window.part_end} is more than {parts}")
     flat = _padding(case, spec, width)
     owned = case.valid_rows()
     if len(owned):
@@ -42,17 +44,16 @@ def window_edits(case: Case, spec: TensorSpec, item: Values, limit: int) -> list
     """(row, column, bits) of the elements inside the item's window; None if there are more than `limit`."""
     if item.window is None:
         return None
-    row, row_end, column, column_end = item.window
-    is_prob = spec.kind == "prob"
-    parts = 1 if is_prob else spec.columns
-    columns = range(1) if is_prob else range(column, column_end)
-    rows = [r for r in case.valid_rows() if row <= r < row_end] if row_end - row <= limit else None
-    if rows is None or len(rows) * len(columns) * parts > limit:
+    row, row_end, column, column_end, part, part_end = item.window
+    owned = case.valid_rows()
+    rows = owned[(owned >= row) & (owned < row_end)]
+    if len(rows) * (column_end - column) * (part_end - part) > limit:
         return None
-    bits = fill(case.replace(values={spec.name: item}), spec)
-    if is_prob:
-        return [(int(r), 0, int(bits[r])) for r in rows]
-    physical = [case.physical_column(part, c, parts) for c in columns for part in range(parts)]
+    bits = fill(case.replace(values={spec.name: item}), spec).reshape(case.capacity, -1)
+    parts = 1 if spec.kind == "prob" else spec.columns
+    physical = [
+        case.physical_column(p, c, parts) for c in range(column, column_end) for p in range(part, part_end)
+    ]
     return [(int(r), c, int(bits[r, c])) for r in rows for c in physical]
 
 
@@ -68,26 +69,24 @@ def _owned(case: Case, spec: TensorSpec, item: Values, parts: int, hidden: int) 
     row = np.concatenate([np.arange(count, dtype=np.uint64) for count in case.counts])[:, None]
     column = np.arange(hidden, dtype=np.uint64)[None, :]
     kind = {**values.KINDS, **values.PROB_KINDS}[item.kind]
-    inside = _inside(case, spec, item, hidden)
     planes = []
     for part in range(parts):
         places = values.Places(item.seed, spec.name, spec.dtype, part, parts, expert, row, column)
         bits = values.scaled(kind(places), item.exponent)
-        planes.append(values.to_dtype(np.where(inside, bits, values.PLAIN), spec.dtype))
+        if item.window is not None:
+            bits = np.where(_inside(case, item.window, part, hidden), bits, values.PLAIN)
+        planes.append(values.to_dtype(bits, spec.dtype))
     block = hidden if spec.kind == "prob" else case.column_block
     tokens = len(row)
     stacked = np.stack([plane.reshape(tokens, hidden // block, block) for plane in planes], axis=2)
     return stacked.reshape(tokens, parts * hidden)
 
 
-def _inside(case: Case, spec: TensorSpec, item: Values, hidden: int) -> NDArray[np.bool_]:
-    if item.window is None:
-        return np.ones((1, 1), dtype=bool)
-    row, row_end, column, column_end = item.window
+def _inside(case: Case, window: Window, part: int, hidden: int) -> NDArray[np.bool_]:
     rows = case.valid_rows()[:, None]
     columns = np.arange(hidden)[None, :]
-    within = (columns >= column) & (columns < column_end) | (spec.kind == "prob")
-    return (rows >= row) & (rows < row_end) & within
+    within = (columns >= window.column) & (columns < window.column_end)
+    return (rows >= window.row) & (rows < window.row_end) & within & (window.part <= part < window.part_end)
 
 
 def _padding(case: Case, spec: TensorSpec, width: int) -> NDArray[Any]:

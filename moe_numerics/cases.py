@@ -48,12 +48,14 @@ class Edit(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Rows [row, row_end) of the buffer and columns [column, column_end) of every part."""
+    """Rows [row, row_end) of the buffer, columns [column, column_end) of the parts [part, part_end)."""
 
     row: int
     row_end: int
     column: int
     column_end: int
+    part: int
+    part_end: int
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Values:
         checked.integer("exponent", self.exponent, -300, 300)
         if self.window is not None:
             object.__setattr__(self, "window", checked.record("window", self.window, Window))
-            for axis in ("row", "column"):
+            for axis in ("row", "column", "part"):
                 start, end = getattr(self.window, axis), getattr(self.window, f"{axis}_end")
                 if end < start:
                     raise CaseError(f"window.{axis}_end = {end} is less than window.{axis} = {start}")

@@ -7,6 +7,7 @@ becomes edits of a plain tensor, so that the case shows the bits that matter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -176,26 +177,26 @@ def _windowed(source: Source, case: Case, spec: TensorSpec, item: Values) -> Val
     The ends shrink first, to the first element that matters, and then the sizes. How many integers are drawn
     does not depend on them: what a later integer means must not change while an earlier one shrinks.
     """
-    tokens, hidden = case.tokens, 1 if spec.kind == "prob" else case.hidden
-    plain = Values("ones" if spec.kind == "prob" else "plain")
-    token_end, column_end = at_most(source, tokens), at_most(source, hidden)
-    token, column = token_end - at_most(source, token_end), column_end - at_most(source, column_end)
-    mask = at_most(source, (1 << EXTRACTED) - 1)
+    is_prob = spec.kind == "prob"
+    plain = Values("ones" if is_prob else "plain")
+    sizes = (case.tokens, 1 if is_prob else case.hidden, 1 if is_prob else spec.columns)
+    ends = [at_most(source, size) for size in sizes]
+    starts = [end - at_most(source, end) for end in ends]
     if item.kind == plain.kind:
         return item
-    if (token, token_end, column, column_end) == (0, tokens, 0, hidden) and tokens * hidden > EXTRACTED:
+    if not any(starts) and tuple(ends) == sizes and math.prod(sizes) > EXTRACTED:
         return item
-    if token == token_end or column == column_end:
+    if any(start == end for start, end in zip(starts, ends, strict=True)):
         return plain
     rows = case.valid_rows()
-    window = Window(int(rows[token]), int(rows[token_end - 1]) + 1, column, column_end)
+    row, row_end = int(rows[starts[0]]), int(rows[ends[0] - 1]) + 1
+    window = Window(row, row_end, starts[1], ends[1], starts[2], ends[2])
     windowed = Values(item.kind, item.seed, item.exponent, window)
     edits = window_edits(case, spec, windowed, EXTRACTED)
     if edits is None:
         return windowed
     one = int(values.to_dtype(values.PLAIN.reshape(1), spec.dtype)[0])
-    kept = [Edit(*edit) for i, edit in enumerate(edits) if mask >> i & 1 and edit[2] != one]
-    return replace(plain, edits=tuple(kept))
+    return replace(plain, edits=tuple(Edit(*edit) for edit in edits if edit[2] != one))
 
 
 def _edited(source: Source, space: Space, case: Case, spec: TensorSpec, item: Values) -> Values:

@@ -4,7 +4,8 @@
     ACTIVATIONS["swiglu"].backward(grad, gate, up) -> (dgate, dup)
     ACTIVATIONS["gelu"].forward(x), .backward(grad, x) -> dx
 
-Products are taken in this order, each rounded; with a router probability, y is multiplied by it last and grad first:
+Products are taken in this order, each rounded; with a router probability, y is multiplied by it last and grad
+first:
 
     unary       y = f(x);  dx = grad * f'(x)
     gated       y = activated(gate) * linear(up)

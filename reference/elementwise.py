@@ -16,13 +16,75 @@ import torch
 
 from . import amax as amaxes
 from . import mxfp8
-from .activations import ACTIVATIONS, UnaryActivation, join_gate_up, split_gate_up
+from .activations import ACTIVATIONS, Activation, UnaryActivation
 from .contract import SUITE, Contract
 from .formats import FloatFormat
 from .ragged import Experts
 
 TILE_COLUMNS = 128
 GROUP_COLUMNS = 8
+
+
+def split_gate_up(gate_up: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gives gate and up, each [rows, hidden], from a buffer [rows, 2 * hidden].
+
+    layout: "halves", or "interleaved:B": blocks of B gate columns and B up columns alternate, gate first.
+    ValueError: columns that do not fit the layout.
+    """
+    pairs = gate_up.unflatten(-1, (-1, 2, _block(gate_up.shape[-1], layout)))
+    return pairs[..., 0, :].flatten(-2), pairs[..., 1, :].flatten(-2)
+
+
+def join_gate_up(gate: torch.Tensor, up: torch.Tensor, layout: str) -> torch.Tensor:
+    """Gives the buffer [rows, 2 * hidden] from which `split_gate_up` would give gate and up."""
+    block = _block(2 * gate.shape[-1], layout)
+    return torch.stack([part.unflatten(-1, (-1, block)) for part in (gate, up)], dim=-2).flatten(-3)
+
+
+def _block(columns: int, layout: str) -> int:
+    kind, _, size = layout.partition(":")
+    if kind == "halves" and not size and columns and columns % 2 == 0:
+        return columns // 2
+    if kind == "interleaved" and size.isdigit() and int(size) and columns % (2 * int(size)) == 0:
+        return int(size)
+    raise ValueError(
+        f"{columns} columns do not fit layout {layout!r}: expected 'halves' and an even number, or 'interleaved:B' "
+        "and a multiple of 2 * B"
+    )
+
+
+def output_shapes(
+    rows: int, hidden: int, experts: int, streams: int, quantised: bool, alignment: int, dprob: bool
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Gives shape and dtype of each result of an elementwise kernel that writes `streams` * `hidden` columns.
+
+    streams: 1, or for a backward the number of the activation's inputs. alignment: of the offsets, which fixes the
+    number of column-wise scale rows (`Experts.colwise_rows`).
+    """
+    width = streams * hidden
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if quantised:
+        dense = alignment % mxfp8.BLOCK == 0
+        scale_rows = -(-rows // mxfp8.BLOCK) if dense else rows // mxfp8.BLOCK + experts
+        shapes["codes_rowwise"] = ((rows, width), torch.uint8)
+        shapes["scales_rowwise"] = ((rows, width // mxfp8.BLOCK), torch.uint8)
+        shapes["codes_colwise"] = ((rows, width), torch.uint8)
+        shapes["scales_colwise"] = ((scale_rows, width), torch.uint8)
+    else:
+        shapes["out"] = ((rows, width), torch.bfloat16)
+    shapes["amax"] = ((experts,), torch.float32)
+    if dprob:
+        shapes["dprob"] = ((rows,), torch.float32)
+    return shapes
+
+
+def find_activation(chosen: str | Activation) -> Activation:
+    """Gives an activation by name, or itself. ValueError: an unknown name, with the known ones."""
+    if not isinstance(chosen, str):
+        return chosen
+    if chosen not in ACTIVATIONS:
+        raise ValueError(f"activation is {chosen!r}: expected one of {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[chosen]
 
 
 def sum_over_row(terms: torch.Tensor) -> torch.Tensor:
@@ -80,7 +142,7 @@ def activation_forward(
     counts: torch.Tensor | None = None,
     prob: torch.Tensor | None = None,
     *,
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
     layout: str = "halves",
     element: FloatFormat | None = None,
     alignment: int = 1,
@@ -93,7 +155,7 @@ def activation_forward(
     that do not describe the buffer, columns that do not fit the layout or the block.
     """
     experts = Experts.from_offsets(offsets, counts, gate_up.shape[0], alignment)
-    function = ACTIVATIONS[activation]
+    function = find_activation(activation)
     inputs = _owned(gate_up, experts)
     weight = None if prob is None else _owned(prob, experts)
     if isinstance(function, UnaryActivation):
@@ -110,7 +172,7 @@ def activation_backward(
     counts: torch.Tensor | None = None,
     prob: torch.Tensor | None = None,
     *,
-    activation: str = "swiglu",
+    activation: str | Activation = "swiglu",
     layout: str = "halves",
     element: FloatFormat | None = None,
     alignment: int = 1,
@@ -123,7 +185,7 @@ def activation_backward(
     `activation_forward`.
     """
     experts = Experts.from_offsets(offsets, counts, gate_up.shape[0], alignment)
-    function = ACTIVATIONS[activation]
+    function = find_activation(activation)
     inputs, incoming = _owned(gate_up, experts), _owned(grad, experts)
     weighted = incoming if prob is None else incoming * _owned(prob, experts).unsqueeze(1)
     if isinstance(function, UnaryActivation):

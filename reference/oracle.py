@@ -207,13 +207,12 @@ def _float64(operands: tuple[Tensor, ...]) -> list[Tensor]:
 def forward(activation: Activation, *operands: Tensor) -> Tensor:
     """The activation in float64: operands (x) or (gate, up) of any float type and one shape."""
     wide = _float64(operands)
-    y = _unary(activation, *wide) if isinstance(activation, UnaryActivation) else _gated(activation, *wide)
-    return y
+    if isinstance(activation, UnaryActivation):
+        return _unary(activation, *wide)
+    return _gated(activation, *wide)
 
 
-def backward(
-    activation: Activation, grad: Tensor, *operands: Tensor
-) -> tuple[Tensor, ...]:
+def backward(activation: Activation, grad: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
     """The gradient of each operand in float64: (dx,) or (dgate, dup); arguments as for `forward`."""
     wide = _float64(operands)
     g = grad.double()

@@ -11,20 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from moe_numerics.reference.tensor_core_models import MODELS, OPERANDS, Model, OperandFormat, find_model
-from moe_numerics.reference.tensor_core_operands import NO_EXPONENT, Side, exponent, power_of_two, prepare
 from torch import Tensor
 
-__all__ = [
-    "MODELS",
-    "OPERANDS",
-    "Model",
-    "OperandFormat",
-    "accumulate",
-    "accumulation_bound",
-    "find_model",
-    "matmul",
-]
+from .tensor_core_models import MODELS, OPERANDS, Model, find_model
+from .tensor_core_operands import NO_EXPONENT, Side, exponent, power_of_two, prepare
+
+__all__ = ["MODELS", "OPERANDS", "Model", "accumulate", "accumulation_bound", "find_model", "matmul"]
 
 NAN_F32_BITS = 0x7FFFFFFF
 NAN_F16_BITS = 0x7FFF
@@ -351,10 +343,10 @@ def _round(row: Model, exact: Tensor, careful: bool) -> Tensor:
     if row.rounding == "rne_f16":
         fmt = OPERANDS["f16"]
         exponents = exponent(exact, fmt.min_exponent).clamp_(min=fmt.min_exponent)
-        quantum = power_of_two(exponents - fmt.fraction_bits)
+        quantum = power_of_two(exponents - fmt.mantissa_bits)
         rounded = torch.round(exact / quantum) * quantum
         infinite = torch.copysign(torch.full_like(rounded, float("inf")), rounded)
-        return torch.where(rounded.abs() > fmt.maximum, infinite, rounded).float() + 0.0
+        return torch.where(rounded.abs() > fmt.max_value, infinite, rounded).float() + 0.0
     # Without its low 29 bits a float64 has the 24 significant bits of a float32.
     result = exact.view(torch.int64).bitwise_and(-1 << 29).view(torch.float64).float()
     if careful:

@@ -9,23 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MODELS", "OPERANDS", "Model", "OperandFormat", "find_model"]
+from .formats import E2M1, E4M3, E5M2, FloatFormat
 
-
-@dataclass(frozen=True)
-class OperandFormat:
-    """A number format that a tensor core reads: what the exponent of a value is and which values exist.
-
-    `min_exponent` is that of the smallest normal value; subnormals keep it. `code_bits` is 0 for formats
-    that are given as floats only. `specials`: "ieee" (Inf and NaN), "nan" (NaN only), "none".
-    """
-
-    name: str
-    min_exponent: int
-    fraction_bits: int
-    maximum: float
-    specials: str
-    code_bits: int = 0
+__all__ = ["MODELS", "OPERANDS", "Model", "find_model"]
 
 
 @dataclass(frozen=True)
@@ -51,18 +37,15 @@ class Model:
     exact_run: int = 1
 
 
-OPERANDS: dict[str, OperandFormat] = {
-    row.name: row
-    for row in (
-        OperandFormat("bf16", -126, 7, (2 - 2.0**-7) * 2.0**127, "ieee"),
-        OperandFormat("f16", -14, 10, 65504.0, "ieee"),
-        OperandFormat("tf32", -126, 10, (2 - 2.0**-10) * 2.0**127, "ieee"),
-        OperandFormat("e4m3", -6, 3, 448.0, "nan", 8),
-        OperandFormat("e5m2", -14, 2, 57344.0, "ieee", 8),
-        OperandFormat("e2m3", 0, 3, 7.5, "none", 6),
-        OperandFormat("e3m2", -2, 2, 28.0, "none", 6),
-        OperandFormat("e2m1", 0, 1, 6.0, "none", 4),
-    )
+OPERANDS: dict[str, FloatFormat] = {
+    "bf16": FloatFormat("BF16", 8, 7, 127, "ieee"),
+    "f16": FloatFormat("F16", 5, 10, 15, "ieee"),
+    "tf32": FloatFormat("TF32", 8, 10, 127, "ieee"),
+    "e4m3": E4M3,
+    "e5m2": E5M2,
+    "e2m3": FloatFormat("E2M3", 2, 3, 1, "none"),
+    "e3m2": FloatFormat("E3M2", 3, 2, 3, "none"),
+    "e2m1": E2M1,
 }
 
 _F8 = ("e4m3", "e5m2")

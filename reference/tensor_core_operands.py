@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
-from moe_numerics.reference.tensor_core_models import OPERANDS, Model, OperandFormat
 from torch import Tensor
+
+from .formats import E8M0, UE4M3, FloatFormat
+from .tensor_core_models import OPERANDS, Model
 
 # The exponent of a zero: below every real one, and two of them and two scales still fit an int16.
 NO_EXPONENT = -8192
@@ -21,9 +22,9 @@ NOT_FINITE = 1024
 class Side:
     """One operand, K first, with NaN and Inf as zeros.
 
-    values [K, ...] float64 (FP4: float32); exponents [terms, ...] of the terms that are aligned: of the values, or of the scales if
-    products are scaled after an exact sum, and then `scales` [terms, ...] are the scales. `signs` [K, ...] is
-    there if there is an Inf: Inf as it is and 1, 0 or -1 for the rest.
+    values [K, ...] are float64, of FP4 float32. exponents [terms, ...] are those of the terms to be aligned: of
+    the values, or of the scales if products are scaled after an exact sum, and then `scales` [terms, ...]
+    are the scales. `signs` [K, ...] is there if there is an Inf: Inf as it is and 1, 0 or -1 for the rest.
     """
 
     values: Tensor
@@ -52,25 +53,9 @@ class Side:
         )
 
     def exponent_range(self) -> tuple[int, int]:
-        """The smallest and the largest exponent of a nonzero term; a large and a small one if there is none."""
+        """The smallest and the largest exponent of a nonzero term; a large and a small number if none is."""
         zero = self.exponents < NO_EXPONENT // 2
         return int(self.exponents.masked_fill(zero, -NO_EXPONENT).min()), int(self.exponents.max())
-
-
-@lru_cache
-def _code_values(name: str) -> Tensor:
-    """The values of all codes of a format, float64 [2^code_bits]."""
-    row = OPERANDS[name]
-    sign_bit = 1 << (row.code_bits - 1)
-    values = []
-    for code in range(1 << row.code_bits):
-        field, fraction = (code & (sign_bit - 1)) >> row.fraction_bits, code & ((1 << row.fraction_bits) - 1)
-        significand = fraction / (1 << row.fraction_bits) + (field > 0)
-        value = significand * 2.0 ** (max(field, 1) - 1 + row.min_exponent)
-        if value > row.maximum:
-            value = float("inf") if row.specials == "ieee" and fraction == 0 else float("nan")
-        values.append(-value if code & sign_bit else value)
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def power_of_two(exponents: Tensor) -> Tensor:
@@ -84,7 +69,7 @@ def exponent(values: Tensor, min_exponent: int) -> Tensor:
     return exponents.sub_(1023).clamp_(min=min_exponent).masked_fill_(values == 0, NO_EXPONENT)
 
 
-def _decode(row: Model, which: str, x: Tensor, name: str | None, check: bool) -> tuple[Tensor, OperandFormat]:
+def _decode(row: Model, which: str, x: Tensor, name: str | None, check: bool) -> tuple[Tensor, FloatFormat]:
     """The values of an operand as float64, and its format."""
     implied = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(x.dtype)
     name = name or implied or row.operands[0]
@@ -94,24 +79,20 @@ def _decode(row: Model, which: str, x: Tensor, name: str | None, check: bool) ->
     if implied:
         x = x.view(torch.uint8)
     if x.dtype == torch.uint8:
-        if not fmt.code_bits:
+        if fmt.bits > 8:
             raise ValueError(f"{which} is uint8: give {name} operands as floating-point values")
-        if check and fmt.code_bits < 8 and bool((x >> fmt.code_bits).any()):
-            raise ValueError(
-                f"{which} has a code of {int(x.max())}: expected {name} codes of {fmt.code_bits} bits"
-            )
-        return _code_values(name).to(x.device)[x.long()], fmt
+        return fmt.decode(x, torch.float64), fmt
     if not x.is_floating_point():
         raise ValueError(f"{which} is {x.dtype}: expected floating-point values or uint8 codes of {name}")
     if name == "tf32":
         x = x.float().view(torch.int32).bitwise_and(-1 << 13).view(torch.float32)
     values = x.double()
     if check:
-        _check_values(which, values, fmt)
+        _check_values(which, name, values, fmt)
     return values, fmt
 
 
-def _check_values(which: str, values: Tensor, fmt: OperandFormat) -> None:
+def _check_values(which: str, name: str, values: Tensor, fmt: FloatFormat) -> None:
     finite = torch.isfinite(values)
     known = finite.clone()
     if fmt.specials != "none":
@@ -120,12 +101,12 @@ def _check_values(which: str, values: Tensor, fmt: OperandFormat) -> None:
         known |= torch.isinf(values)
     kept = torch.where(finite, values, 0.0)
     exponents = exponent(kept, fmt.min_exponent).clamp_(min=fmt.min_exponent)
-    whole = kept * power_of_two(fmt.fraction_bits - exponents.long())
-    wrong = ~known | (whole != torch.round(whole)) | (kept.abs() > fmt.maximum)
+    whole = kept * power_of_two(fmt.mantissa_bits - exponents.long())
+    wrong = ~known | (whole != torch.round(whole)) | (kept.abs() > fmt.max_value)
     if bool(wrong.any()):
         place = tuple(int(i) for i in wrong.nonzero()[0])
         raise ValueError(
-            f"{which}{list(place)} = {float(values[place])!r} is no {fmt.name} value: round to it first"
+            f"{which}{list(place)} = {float(values[place])!r} is no {name} value: round to {name} first"
         )
 
 
@@ -143,13 +124,11 @@ def _decode_scales(row: Model, which: str, x: Tensor, scales: Tensor | None) -> 
             f"and {row.scale_block} values of K: {blocks} blocks for K = {x.shape[-1]}"
         )
     if row.scale_format == "e8m0":
-        exponents = scales.to(torch.int16) - 127
-        values = power_of_two(exponents).masked_fill(scales == 0xFF, float("nan"))
+        values, least = E8M0.decode(scales, torch.float64), E8M0.min_exponent
     else:
-        values = _code_values(row.scale_format).to(scales.device)[(scales & 0x7F).long()]
-        exponents = exponent(values, OPERANDS[row.scale_format].min_exponent)
+        values, least = UE4M3.decode(scales & 0x7F, torch.float64), UE4M3.min_exponent
     repeat = row.scale_block // row.exact_run
-    return values.repeat_interleave(repeat, -1), exponents.repeat_interleave(repeat, -1)
+    return values.repeat_interleave(repeat, -1), exponent(values, least).repeat_interleave(repeat, -1)
 
 
 def prepare(
@@ -188,5 +167,6 @@ def prepare(
             # FP4 products and the sums of their runs are exact in float32.
             exponents, values = factor_exponents.masked_fill(factors == 0, NO_EXPONENT), values.float()
         else:
-            exponents, values, factors = exponents + factor_exponents, values * factors, None
+            values = values * factors
+            exponents, factors = (exponents + factor_exponents).masked_fill_(values == 0, NO_EXPONENT), None
     return Side(values, exponents, factors, signs), nan_rows

@@ -29,6 +29,10 @@ class Schedule:
         """The number of units and each thread's unit."""
         return 1, np.zeros(0, np.int64)
 
+    def shuffle(self, count: int) -> npt.NDArray[np.intp] | None:
+        """An order in which `count` threads of one atomic instruction are served; None: by their numbers."""
+        return None
+
     def pick(self, w: Wave) -> int:
         """The unit to run next, -1 if none can."""
         return 0 if w.pools[0] else -1
@@ -61,6 +65,9 @@ class RandomSchedule(Schedule):
         unit = w.rank[w.block].astype(np.int64) * w.warps_per_block + (w.linear_thread >> np.uint32(5))
         self._priority[id(w)] = self.rng.permutation(count).astype(np.float64)
         return count, unit
+
+    def shuffle(self, count: int) -> npt.NDArray[np.intp] | None:
+        return self.rng.permutation(count)
 
     def pick(self, w: Wave) -> int:
         ready = [u for u, pool in enumerate(w.pools) if pool]

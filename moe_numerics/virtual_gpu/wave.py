@@ -44,6 +44,8 @@ class Wave:
         self.valid: dict[int, Any] = {}
         self._special: dict[str, Array] = {}
         self.resume = 0
+        self.carry: Any = None
+        self.strong = False
         self.time = 0
 
         everyone = np.arange(self.threads)

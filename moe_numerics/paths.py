@@ -1,0 +1,348 @@
+"""The registry: everything that is verified, each path a reference, a fused kernel and what their outputs are.
+
+A path is `op.pass.format[.variant]`. Adding one is an entry here; every command, test and report then covers it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from moe_numerics.cases import Case, TensorSpec
+from moe_numerics.contract import ALIASES, PROFILES, profile
+from moe_numerics.drawing import Space
+from moe_numerics.findings import Grade
+from moe_numerics.reference import elementwise, mxfp8
+from moe_numerics.reference.activations import ACTIVATIONS, CLAMPED_SWIGLU_PRESETS, Activation, UnaryActivation
+from moe_numerics.reference.contract import Contract
+from moe_numerics.reference.formats import E4M3, E5M2, FloatFormat
+from moe_numerics.reference.ragged import Experts
+
+__all__ = ["DEVICES", "OutputSpec", "Path", "PathError", "all_paths", "find_path", "match_paths"]
+
+Tensors = Mapping[str, torch.Tensor]
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+DEVICES = ("virtual:sm_90a", "virtual:sm_100a", "cuda")
+
+
+class PathError(ValueError):
+    """No such path, or a path that does not take what it was given."""
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """One output: its number format, its shape in words, and what its rows are.
+
+    rows: "token" (row of the buffer), "block" (a column-wise block of 32 rows of one expert) or "expert".
+    """
+
+    name: str
+    format: str
+    shape: str
+    rows: str
+
+    @property
+    def dtype(self) -> str:
+        """The torch dtype that holds it."""
+        return self.format if self.format in ("bfloat16", "float32") else "uint8"
+
+    def owned(self, experts: Experts, device: torch.device | str = "cpu") -> torch.Tensor:
+        """bool [rows]: which rows the path writes."""
+        if self.rows == "token":
+            return experts.valid_rows(device)
+        if self.rows == "block":
+            return experts.owned_colwise_rows(mxfp8.BLOCK, device)
+        return torch.ones(len(experts), dtype=torch.bool, device=device)
+
+    def row_expert(self, experts: Experts, device: torch.device | str = "cpu") -> torch.Tensor:
+        """int64 [rows]: the expert of each row, -1 for none."""
+        if self.rows == "token":
+            return experts.row_expert(device)
+        if self.rows == "expert":
+            return torch.arange(len(experts), dtype=torch.int64, device=device)
+        owner = torch.full((experts.colwise_rows(mxfp8.BLOCK),), -1, dtype=torch.int64, device=device)
+        for expert, count in enumerate(experts.counts):
+            if count:
+                first = experts.colwise_row(expert, 0, mxfp8.BLOCK)
+                owner[first : first - (-count // mxfp8.BLOCK)] = expert
+        return owner
+
+
+class Operation(Protocol):
+    """How a path computes: from a case's tensors to its outputs."""
+
+    def shapes(self, case: Case) -> Shapes:
+        """Shape and dtype of each output."""
+
+    def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
+        """The outputs by the reference."""
+
+    def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
+        """The outputs by the fused kernel, written to `out`."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """One thing that is verified.
+
+    profiles: name -> the grade that its contract is offered at. layouts: those of gate and up that the path takes.
+    """
+
+    id: str
+    summary: str
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[OutputSpec, ...]
+    profiles: Mapping[str, Grade]
+    operation: Operation
+    layouts: tuple[str, ...] = ("halves",)
+
+    def output(self, name: str) -> OutputSpec:
+        """The output of this name. PathError: there is none."""
+        for spec in self.outputs:
+            if spec.name == name:
+                return spec
+        known = ", ".join(spec.name for spec in self.outputs)
+        raise PathError(f"{self.id} has no output {name!r}: expected one of {known}")
+
+    def contract(self, name: str) -> Contract:
+        """The contract of a profile of this path. PathError: a profile that the path does not offer."""
+        full = ALIASES.get(name, name)
+        if full not in PROFILES:
+            raise PathError(f"profile {name!r} is unknown: expected one of {', '.join((*ALIASES, *PROFILES))}")
+        if full not in self.profiles:
+            raise PathError(f"{self.id} is not offered under profile {name!r}: it has {', '.join(self.profiles)}")
+        return profile(full)
+
+    def outputs_of(self, case: Case) -> tuple[OutputSpec, ...]:
+        """The outputs that this case has: dprob only where it has probabilities."""
+        present = self.operation.shapes(case)
+        return tuple(spec for spec in self.outputs if spec.name in present)
+
+    def experts(self, case: Case) -> Experts:
+        """Which rows each expert of the case owns."""
+        return Experts.from_offsets(
+            case.offsets, case.counts if case.padded else None, case.capacity, case.alignment
+        )
+
+    def space(self, profile: str) -> Space:
+        """The cases that are drawn for this path."""
+        return Space(self.id, self.inputs, profile=profile, layouts=self.layouts)
+
+
+_LAYOUTS = ("halves", "interleaved:32", "interleaved:64")
+_RAGGED = (TensorSpec("offsets", kind="offsets"), TensorSpec("counts", kind="counts"))
+_PROB = TensorSpec("prob", "float32", "prob")
+
+
+def _ragged(case: Case, tensors: Tensors) -> dict[str, torch.Tensor | None]:
+    return {"counts": tensors.get("counts"), "prob": tensors.get("prob")}
+
+
+@dataclass(frozen=True)
+class _Forward:
+    activation: Activation
+    element: FloatFormat | None
+
+    @property
+    def inputs(self) -> int:
+        return 1 if isinstance(self.activation, UnaryActivation) else 2
+
+    def shapes(self, case: Case) -> Shapes:
+        return elementwise.output_shapes(
+            case.capacity, case.hidden, len(case.counts), 1, self.element is not None, case.alignment, False
+        )
+
+    def _options(self, case: Case, contract: Contract) -> dict[str, object]:
+        return {
+            "activation": self.activation,
+            "layout": case.layout,
+            "element": self.element,
+            "alignment": case.alignment,
+            "contract": contract,
+        }
+
+    def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
+        return elementwise.activation_forward(
+            tensors["gate_up" if self.inputs == 2 else "x"],
+            tensors["offsets"],
+            **_ragged(case, tensors),
+            **self._options(case, contract),  # type: ignore[arg-type]
+        )
+
+    def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
+        from moe_numerics.fused.elementwise import activation_forward
+
+        activation_forward(
+            tensors["gate_up" if self.inputs == 2 else "x"],
+            tensors["offsets"],
+            **_ragged(case, tensors),
+            **self._options(case, contract),  # type: ignore[arg-type]
+            out=out,
+        )
+
+
+@dataclass(frozen=True)
+class _Backward(_Forward):
+    def shapes(self, case: Case) -> Shapes:
+        return elementwise.output_shapes(
+            case.capacity,
+            case.hidden,
+            len(case.counts),
+            self.inputs,
+            self.element is not None,
+            case.alignment,
+            case.prob,
+        )
+
+    def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
+        return elementwise.activation_backward(
+            tensors["grad"],
+            tensors["gate_up" if self.inputs == 2 else "x"],
+            tensors["offsets"],
+            **_ragged(case, tensors),
+            **self._options(case, contract),  # type: ignore[arg-type]
+        )
+
+    def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
+        from moe_numerics.fused.elementwise import activation_backward
+
+        activation_backward(
+            tensors["grad"],
+            tensors["gate_up" if self.inputs == 2 else "x"],
+            tensors["offsets"],
+            **_ragged(case, tensors),
+            **self._options(case, contract),  # type: ignore[arg-type]
+            out=out,
+        )
+
+
+@dataclass(frozen=True)
+class _Quantize:
+    element: FloatFormat
+
+    def shapes(self, case: Case) -> Shapes:
+        return elementwise.output_shapes(
+            case.capacity, case.hidden, len(case.counts), 1, True, case.alignment, False
+        )
+
+    def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
+        return elementwise.quantize(
+            tensors["x"],
+            tensors["offsets"],
+            tensors.get("counts"),
+            element=self.element,
+            alignment=case.alignment,
+            contract=contract,
+        )
+
+    def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
+        from moe_numerics.fused.elementwise import quantize
+
+        quantize(
+            tensors["x"],
+            tensors["offsets"],
+            tensors.get("counts"),
+            element=self.element,
+            alignment=case.alignment,
+            contract=contract,
+            out=out,
+        )
+
+
+def _written(element: FloatFormat | None, columns: str, bfloat16_name: str = "out") -> tuple[OutputSpec, ...]:
+    amax = OutputSpec("amax", "float32", "[experts]", "expert")
+    if element is None:
+        return OutputSpec(bfloat16_name, "bfloat16", f"[capacity, {columns}]", "token"), amax
+    return (
+        OutputSpec("codes_rowwise", element.name, f"[capacity, {columns}]", "token"),
+        OutputSpec("scales_rowwise", "E8M0", f"[capacity, {columns} / 32]", "token"),
+        OutputSpec("codes_colwise", element.name, f"[capacity, {columns}]", "token"),
+        OutputSpec("scales_colwise", "E8M0", f"[blocks of 32 rows, {columns}]", "block"),
+        amax,
+    )
+
+
+_FORMATS: dict[str, FloatFormat | None] = {"bf16": None, "mxfp8_e4m3": E4M3, "mxfp8_e5m2": E5M2}
+_QUANTISE_PROFILES: dict[str, Grade] = {name: "exact" for name in PROFILES}
+
+
+def _activation_paths(name: str, activation: Activation, variant: str = "") -> list[Path]:
+    unary = isinstance(activation, UnaryActivation)
+    source = TensorSpec("x") if unary else TensorSpec("gate_up", columns=2)
+    columns = "hidden" if unary else "2 * hidden"
+    layouts = ("halves",) if unary else _LAYOUTS
+    what = " ".join((name, *(variant[1:],) * bool(variant)))
+    paths = []
+    for label, element in _FORMATS.items():
+        written = "bfloat16" if element is None else f"MXFP8 {element.name}, row-wise and column-wise"
+        paths.append(
+            Path(
+                f"{name}.fwd.{label}{variant}",
+                f"{what} forward, times prob, to {written}; amax of each expert",
+                (source, *_RAGGED, _PROB),
+                _written(element, "hidden"),
+                {"suite": "exact"},
+                _Forward(activation, element),
+                layouts,
+            )
+        )
+        paths.append(
+            Path(
+                f"{name}.bwd.{label}{variant}",
+                f"{what} backward with prob and dprob, to {written}; amax of each expert",
+                (TensorSpec("grad"), source, *_RAGGED, _PROB),
+                (*_written(element, columns), OutputSpec("dprob", "float32", "[capacity]", "token")),
+                {"suite": "exact"},
+                _Backward(activation, element),
+                layouts,
+            )
+        )
+    return paths
+
+
+@cache
+def all_paths() -> tuple[Path, ...]:
+    """Every path, in the order in which they are listed and run."""
+    paths: list[Path] = []
+    for name, activation in ACTIVATIONS.items():
+        paths += _activation_paths(name, activation)
+    for preset in ("deepseek", "step"):
+        paths += _activation_paths("clamped_swiglu", CLAMPED_SWIGLU_PRESETS[preset], f".{preset}")
+    for element in (E4M3, E5M2):
+        paths.append(
+            Path(
+                f"quantize.mxfp8_{element.name.lower()}",
+                f"bfloat16 to MXFP8 {element.name}, row-wise and column-wise in one pass; amax of each expert",
+                (TensorSpec("x"), *_RAGGED),
+                _written(element, "hidden"),
+                _QUANTISE_PROFILES,
+                _Quantize(element),
+            )
+        )
+    return tuple(paths)
+
+
+def find_path(path_id: str) -> Path:
+    """The path of this id. PathError: there is none, with the ids that come near."""
+    for path in all_paths():
+        if path.id == path_id:
+            return path
+    import difflib
+
+    near = difflib.get_close_matches(path_id, [path.id for path in all_paths()], 3)
+    hint = f"did you mean {' or '.join(near)}?" if near else "`moe-numerics list` shows all"
+    raise PathError(f"path {path_id!r} is unknown: {hint}")
+
+
+def match_paths(pattern: str) -> list[Path]:
+    """The paths whose id matches a shell pattern. PathError: none does."""
+    matching = [path for path in all_paths() if fnmatch.fnmatchcase(path.id, pattern)]
+    if not matching:
+        raise PathError(f"--paths {pattern!r} matches no path: `moe-numerics list` shows all {len(all_paths())}")
+    return matching

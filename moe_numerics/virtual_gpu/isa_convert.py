@@ -1,0 +1,275 @@
+"""`cvt` (PTX ISA 9.7.9.22): integers, floats, and packed narrow formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import floats
+from .isa_half import decoder, round_to
+from .lowering import VIEW, Lowering
+from .memory import Array
+from .narrow import FORMATS, decode, decode_ue8m0, encode, encode_ue8m0, to_bf16
+from .registry import Modifiers, Step, instruction
+
+_INTS = "u8|s8|u16|s16|u32|s32|u64|s64"
+_ROUND = "rnd=rn|rz|rm|rp"
+_INTEGRAL = "rnd=rni|rzi|rmi|rpi"
+
+
+@instruction(f"cvt .sat? to={_INTS} from={_INTS}")
+def integer(b: Lowering, m: Modifiers) -> Step:
+    source, target = VIEW[getattr(m, "from")], VIEW[m.to]
+
+    def convert(x: Array) -> Array:
+        if m.sat:
+            low, high = np.iinfo(target).min, np.iinfo(target).max
+            if source.kind == "u":
+                x = np.minimum(x.astype(np.uint64), np.uint64(high))
+            elif target == np.uint64:
+                x = np.maximum(x, 0)
+            else:
+                x = np.clip(x.astype(np.int64), low, min(high, 2**63 - 1))
+        return x.astype(target)
+
+    return b.alu(m.to, (getattr(m, "from"),), convert)
+
+
+@instruction(f"cvt {_ROUND} .sat? to=f32|f64|f16|bf16 from={_INTS}")
+def from_integer(b: Lowering, m: Modifiers) -> Step:
+    source = getattr(m, "from")
+    target = m.to
+
+    def convert(x: Array) -> Array:
+        if target == "f64":
+            return x.astype(np.float64)
+        if m.rnd == "rn" and target == "f32":
+            return x.astype(np.float32)
+        wide = x.astype(np.float64)
+        if x.dtype.itemsize == 8:
+            # float64 cannot hold every 64-bit integer; its error decides the second rounding.
+            back = np.where(np.abs(wide) >= 2.0**63, 0.0, wide)
+            error = (x - back.astype(x.dtype)).astype(x.dtype.str.replace("u", "i")).astype(np.float64)
+            wide = floats.odd(wide, np.where(np.abs(wide) >= 2.0**63, 0.0, error))
+        r: Array
+        if target == "f32":
+            r = floats.narrow32(wide, m.rnd)
+        else:
+            return round_to(target, wide, m.rnd)
+        return floats.saturate(r) if m.sat else r
+
+    return b.alu(target, (source,), convert)
+
+
+@instruction(f"cvt {_INTEGRAL} .ftz? .sat? to={_INTS} from=f32|f64|f16|bf16")
+def to_integer(b: Lowering, m: Modifiers) -> Step:
+    """Results are clamped to the range of the target; NaN gives 0."""
+    source = getattr(m, "from")
+    info = np.iinfo(VIEW[m.to])
+
+    def convert(x: Array) -> Array:
+        wide = decoder(source)(x) if source in ("f16", "bf16") else x
+        if m.ftz and source == "f32":
+            wide = floats.flush(wide)
+        r = floats.round_integral(np.asarray(wide), m.rnd).astype(np.float64)
+        inside = (r >= float(info.min)) & (r < float(info.max) + (1 if info.max < 2**53 else 0))
+        safe = np.where(inside, r, 0.0).astype(VIEW[m.to])
+        edge = np.where(r > 0, VIEW[m.to].type(info.max), VIEW[m.to].type(info.min))
+        return np.where(inside | np.isnan(r), safe, edge).astype(VIEW[m.to])
+
+    return b.alu(m.to, (source,), convert)
+
+
+@instruction("cvt rnd?=rni|rzi|rmi|rpi .ftz? .sat? .f32 .f32")
+def same(b: Lowering, m: Modifiers) -> Step:
+    def convert(x: Array) -> Array:
+        if m.ftz:
+            x = floats.flush(x)
+        if m.rnd:
+            x = floats.round_integral(x, m.rnd)
+        x = floats.canonical(x)
+        return floats.saturate(x) if m.sat else x
+
+    return b.alu("f32", ("f32",), convert)
+
+
+@instruction("cvt .ftz? to=f32 from=f16|bf16")
+def widen(b: Lowering, m: Modifiers) -> Step:
+    source = getattr(m, "from")
+    table = decoder(source)
+    return b.alu("f32", (source,), table)
+
+
+@instruction("cvt .f64 from=f32|f16")
+def to_double(b: Lowering, m: Modifiers) -> Step:
+    source = getattr(m, "from")
+    if source == "f16":
+        return b.alu("f64", ("f16",), lambda x: decoder("f16")(x).astype(np.float64))
+    return b.alu("f64", ("f32",), lambda x: x.astype(np.float64))
+
+
+@instruction(f"cvt {_ROUND} .ftz? .sat? to=f32|f16|bf16 .f64")
+def from_double(b: Lowering, m: Modifiers) -> Step:
+    if m.to != "f32":
+        return b.alu(m.to, ("f64",), lambda x: round_to(m.to, x, m.rnd))
+
+    def convert(x: Array) -> Array:
+        r = floats.canonical(floats.narrow32(x, m.rnd))
+        if m.ftz:
+            r = floats.flush(r)
+        return floats.saturate(r) if m.sat else r
+
+    return b.alu("f32", ("f64",), convert)
+
+
+def _relu(x: Array) -> Array:
+    """Negative values become +0; NaN stays NaN."""
+    return np.where(np.signbit(x) & ~np.isnan(x), np.float32(0), x)
+
+
+def _narrower(m: Modifiers, name: str) -> Callable[[Array], Array]:
+    """Float32 values to codes (uint32) of one element."""
+    fmt = FORMATS[name]
+    mode, satfinite = m.get("rnd", "rn"), bool(m.satfinite)
+    plain = name == "bf16" and mode == "rn" and not satfinite
+
+    def convert(x: Array) -> Array:
+        if m.ftz:
+            x = floats.flush(x)
+        if m.relu:
+            x = _relu(x)
+        if m.sat:
+            x = floats.saturate(x)
+        return to_bf16(x) if plain else encode(x, fmt, mode, satfinite)
+
+    return convert
+
+
+@instruction("cvt rnd=rn|rz|rm|rp .ftz? .sat? .relu? .satfinite? to=f16|bf16 .f32")
+def to_half(b: Lowering, m: Modifiers) -> Step:
+    convert = _narrower(m, m.to)
+    return b.alu(m.to, ("f32",), lambda x: convert(x).astype(np.uint16))
+
+
+@instruction("cvt rnd=rn|rz|rna .relu? .satfinite? .tf32 .f32")
+def to_tf32(b: Lowering, m: Modifiers) -> Step:
+    convert = _narrower(m, "tf32")
+    return b.alu("b32", ("f32",), lambda x: (convert(x) << np.uint32(13)).astype(np.uint32))
+
+
+def _packed(b: Lowering, convert: Callable[[Array], Array], bits: int, register: str, sources: str = "f32") -> Step:
+    """`cvt d, a, b` for two elements: `a` becomes the upper one."""
+
+    def step(high: Array, low: Array) -> Array:
+        return np.asarray((convert(high) << np.uint32(bits)) | convert(low)).astype(VIEW[register])
+
+    return b.alu(register, (sources, sources), step)
+
+
+@instruction("cvt rnd=rn|rz .relu? .satfinite? to=f16x2|bf16x2 .f32")
+def to_half_pair(b: Lowering, m: Modifiers) -> Step:
+    return _packed(b, _narrower(m, m.to.removesuffix("x2")), 16, "b32")
+
+
+@instruction("cvt rnd=rn .satfinite .relu? to=e4m3x2|e5m2x2 .f32")
+def to_fp8_pair(b: Lowering, m: Modifiers) -> Step:
+    return _packed(b, _narrower(m, m.to.removesuffix("x2")), 8, "b16")
+
+
+@instruction("cvt rnd=rn .satfinite .relu? to=e4m3x2|e5m2x2 .f16x2")
+def fp8_pair_from_half(b: Lowering, m: Modifiers) -> Step:
+    convert = _narrower(m, m.to.removesuffix("x2"))
+    table = decoder("f16")
+
+    def step(x: Array) -> Array:
+        low, high = table(x & np.uint32(0xFFFF)), table(x >> np.uint32(16))
+        return ((convert(high) << np.uint32(8)) | convert(low)).astype(np.uint16)
+
+    return b.alu("b16", ("b32",), step)
+
+
+@instruction("cvt rnd=rn .satfinite .relu? to=e2m1x2 .f32", features=("sm_100a",))
+def to_fp4_pair(b: Lowering, m: Modifiers) -> Step:
+    return _packed(b, _narrower(m, "e2m1"), 4, "b8")
+
+
+@instruction("cvt rnd=rn .satfinite .relu? to=e2m3x2|e3m2x2 .f32", features=("sm_100a",))
+def to_fp6_pair(b: Lowering, m: Modifiers) -> Step:
+    return _packed(b, _narrower(m, m.to.removesuffix("x2")), 8, "b16")
+
+
+@instruction("cvt rnd=rz|rp .satfinite? .ue8m0x2 from=f32|bf16x2", features=("sm_100a",))
+def to_scale_pair(b: Lowering, m: Modifiers) -> Step:
+    mode, satfinite = m.rnd, bool(m.satfinite)
+    if getattr(m, "from") == "f32":
+        return _packed(b, lambda x: encode_ue8m0(x, mode, satfinite), 8, "b16")
+
+    def step(x: Array) -> Array:
+        low = (x << np.uint32(16)).view(np.float32)
+        high = (x & np.uint32(0xFFFF0000)).view(np.float32)
+        return (
+            (encode_ue8m0(high, mode, satfinite) << np.uint32(8)) | encode_ue8m0(low, mode, satfinite)
+        ).astype(np.uint16)
+
+    return b.alu("b16", ("b32",), step)
+
+
+def _unpack(bits: int, values: Callable[[Array], Array], target: str, relu: bool) -> Callable[[Array], Array]:
+    """Two codes of `bits` bits to a pair of 16-bit floats; both formats hold every value exactly."""
+    mask = np.uint32((1 << bits) - 1)
+    fmt = FORMATS[target]
+
+    def step(x: Array) -> Array:
+        wide = x.astype(np.uint32)
+        low, high = values(wide & mask), values((wide >> np.uint32(8 if bits > 4 else 4)) & mask)
+        if relu:
+            low, high = _relu(low), _relu(high)
+        return encode(low, fmt) | (encode(high, fmt) << np.uint32(16))
+
+    return step
+
+
+@instruction("cvt .rn .relu? .f16x2 from=e4m3x2|e5m2x2")
+def fp8_to_half(b: Lowering, m: Modifiers) -> Step:
+    fmt = FORMATS[getattr(m, "from").removesuffix("x2")]
+    return b.alu("b32", ("b16",), _unpack(8, lambda c: decode(c, fmt), "f16", bool(m.relu)))
+
+
+@instruction("cvt .rn .relu? .f16x2 from=e2m3x2|e3m2x2", features=("sm_100a",))
+def fp6_to_half(b: Lowering, m: Modifiers) -> Step:
+    fmt = FORMATS[getattr(m, "from").removesuffix("x2")]
+    return b.alu("b32", ("b16",), _unpack(6, lambda c: decode(c, fmt), "f16", bool(m.relu)))
+
+
+@instruction("cvt .rn .relu? .f16x2 .e2m1x2", features=("sm_100a",))
+def fp4_to_half(b: Lowering, m: Modifiers) -> Step:
+    fmt = FORMATS["e2m1"]
+    return b.alu("b32", ("b8",), _unpack(4, lambda c: decode(c, fmt), "f16", bool(m.relu)))
+
+
+@instruction("cvt .rn .bf16x2 .ue8m0x2", features=("sm_100a",))
+def scale_to_half(b: Lowering, m: Modifiers) -> Step:
+    return b.alu("b32", ("b16",), _unpack(8, decode_ue8m0, "bf16", False))
+
+
+_PACK = {"u8": 8, "s8": 8, "u4": 4, "s4": 4, "u2": 2, "s2": 2, "u16": 16, "s16": 16}
+
+
+@instruction("cvt .pack .sat to=u16|s16|u8|s8 .s32 .b32?")
+def pack(b: Lowering, m: Modifiers) -> Step:
+    bits = _PACK[m.to]
+    low = -(1 << (bits - 1)) if m.to[0] == "s" else 0
+    high = (1 << (bits - (m.to[0] == "s"))) - 1
+    mask = np.uint32((1 << bits) - 1)
+
+    def clamp(x: Any) -> Array:
+        return np.asarray(np.clip(x, low, high)).astype(np.int32).view(np.uint32) & mask
+
+    if m.b32:
+        return b.alu(
+            "b32", ("s32", "s32", "b32"),
+            lambda x, y, c: (c << np.uint32(2 * bits)) | (clamp(x) << np.uint32(bits)) | clamp(y),
+        )  # fmt: skip
+    return b.alu("b32", ("s32", "s32"), lambda x, y: (clamp(x) << np.uint32(bits)) | clamp(y))

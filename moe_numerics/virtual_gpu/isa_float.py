@@ -1,0 +1,235 @@
+"""Float32 and float64 arithmetic (PTX ISA 9.7.3) and the approximations.
+
+An unspecified rounding mode means round to nearest here; ptxas may then fuse a multiply and an add, so such
+instructions have no single result on silicon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+
+from . import approximate, floats
+from .lowering import Lowering
+from .memory import Array
+from .registry import Modifiers, Step, instruction
+
+RND = "rnd?=rn|rz|rm|rp"
+
+
+def finish(b: Lowering, m: Modifiers, sources: int, compute: Callable[..., Any]) -> Step:
+    """A float32 instruction with the `.ftz` and `.sat` that it carries."""
+    if m.ftz and m.sat:
+        return b.alu(
+            "f32", ("f32",) * sources, lambda *v: floats.saturate(floats.flush(compute(*(floats.flush(x) for x in v))))
+        )
+    if m.ftz:
+        return b.alu("f32", ("f32",) * sources, lambda *v: floats.flush(compute(*(floats.flush(x) for x in v))))
+    if m.sat:
+        return b.alu("f32", ("f32",) * sources, lambda *v: floats.saturate(compute(*v)))
+    return b.alu("f32", ("f32",) * sources, compute)
+
+
+@instruction(f"add {RND} .ftz? .sat? .f32")
+def add(b: Lowering, m: Modifiers) -> Step:
+    mode = m.get("rnd", "rn")
+    return finish(b, m, 2, lambda x, y: floats.add(x, y, mode))
+
+
+@instruction(f"sub {RND} .ftz? .sat? .f32")
+def sub(b: Lowering, m: Modifiers) -> Step:
+    mode = m.get("rnd", "rn")
+    return finish(b, m, 2, lambda x, y: floats.add(x, np.negative(y), mode))
+
+
+@instruction(f"mul {RND} .ftz? .sat? .f32")
+def mul(b: Lowering, m: Modifiers) -> Step:
+    mode = m.get("rnd", "rn")
+    return finish(b, m, 2, lambda x, y: floats.mul(x, y, mode))
+
+
+@instruction("fma rnd=rn|rz|rm|rp .ftz? .sat? .f32")
+def fma(b: Lowering, m: Modifiers) -> Step:
+    return finish(b, m, 3, lambda x, y, z: floats.fma(x, y, z, m.rnd))
+
+
+@instruction(f"mad {RND} .ftz? .sat? .f32")
+def mad(b: Lowering, m: Modifiers) -> Step:
+    mode = m.get("rnd", "rn")
+    return finish(b, m, 3, lambda x, y, z: floats.fma(x, y, z, mode))
+
+
+@instruction("div rnd=rn|rz|rm|rp .ftz? .f32")
+def div(b: Lowering, m: Modifiers) -> Step:
+    return finish(b, m, 2, lambda x, y: floats.div(x, y, m.rnd))
+
+
+@instruction("rcp rnd=rn|rz|rm|rp .ftz? .f32")
+def rcp(b: Lowering, m: Modifiers) -> Step:
+    return finish(b, m, 1, lambda x: floats.div(np.float32(1), x, m.rnd))
+
+
+@instruction("sqrt rnd=rn|rz|rm|rp .ftz? .f32")
+def sqrt(b: Lowering, m: Modifiers) -> Step:
+    return finish(b, m, 1, lambda x: floats.sqrt(x, m.rnd))
+
+
+@instruction("neg .ftz? .f32")
+def neg(b: Lowering, m: Modifiers) -> Step:
+    return finish(b, m, 1, lambda x: floats.canonical(np.negative(x)))
+
+
+@instruction("abs .ftz? .f32")
+def absolute(b: Lowering, m: Modifiers) -> Step:
+    return finish(b, m, 1, lambda x: floats.canonical(np.abs(x)))
+
+
+@instruction("copysign .f32")
+def copysign(b: Lowering, m: Modifiers) -> Step:
+    return b.alu("f32", ("f32", "f32"), lambda sign, value: np.copysign(value, sign))
+
+
+for _name in ("min", "max"):
+
+    @instruction(f"{_name} .ftz? .NaN? .xorsign? .abs? .f32")
+    def extremum(b: Lowering, m: Modifiers, largest: bool = _name == "max") -> Step:
+        nan, magnitude, xorsign = bool(m.NaN), bool(m.abs), bool(m.xorsign)
+        if len(b.operands) == 4:
+            if b.program.arch == "sm_90a":
+                raise b.fail(f"`{b.ins.name}` with three operands needs sm_100")
+            return finish(
+                b, m, 3,
+                lambda x, y, z: floats.minmax(
+                    floats.minmax(x, y, largest, nan, magnitude), z, largest, nan, magnitude
+                ),
+            )  # fmt: skip
+        return finish(b, m, 2, lambda x, y: floats.minmax(x, y, largest, nan, magnitude, xorsign))
+
+
+_CLASSES: dict[str, Callable[[Array], Any]] = {
+    "finite": np.isfinite,
+    "infinite": np.isinf,
+    "number": lambda x: ~np.isnan(x),
+    "notanumber": np.isnan,
+    "normal": lambda x: np.isfinite(x) & (np.abs(x) >= np.finfo(x.dtype).tiny),
+    "subnormal": lambda x: (x != 0) & (np.abs(x) < np.finfo(x.dtype).tiny),
+}
+
+
+@instruction("testp class=finite|infinite|number|notanumber|normal|subnormal type=f32|f64")
+def testp(b: Lowering, m: Modifiers) -> Step:
+    return b.alu("pred", (m.type,), _CLASSES[getattr(m, "class")])
+
+
+for _name in ("ex2", "lg2", "sin", "cos", "rcp", "rsqrt", "sqrt"):
+
+    @instruction(f"{_name} .approx .ftz? .f32")
+    def approximation(b: Lowering, m: Modifiers, name: str = _name) -> Step:
+        f = approximate.function(name, b.program.arch, bool(m.ftz))
+        return b.alu("f32", ("f32",), f)
+
+
+@instruction("tanh .approx .f32")
+def tanh(b: Lowering, m: Modifiers) -> Step:
+    return b.alu("f32", ("f32",), approximate.function("tanh", b.program.arch, False))
+
+
+@instruction("div how=approx|full .ftz? .f32")
+def div_approx(b: Lowering, m: Modifiers) -> Step:
+    """Modelled as the correctly rounded quotient; `.approx` gives 0 for divisors above 2^126 in magnitude."""
+    huge = np.float32(2.0**126)
+
+    def quotient(x: Array, y: Array) -> Array:
+        r = floats.div(x, y, "rn")
+        if m.how == "approx":
+            big = (np.abs(y) > huge) & np.isfinite(y)
+            if np.any(big):
+                zero = np.where(np.isinf(x), np.float32(np.nan), np.copysign(np.float32(0), r))
+                r = floats.canonical(np.asarray(np.where(big, zero, r), np.float32))
+        return r
+
+    return finish(b, m, 2, quotient)
+
+
+# -- packed pairs (sm_100) ------------------------------------------------------------------------------------------
+
+for _name, _count in (("add", 2), ("sub", 2), ("mul", 2), ("fma", 3)):
+
+    @instruction(f"{_name} rnd{'' if _name == 'fma' else '?'}=rn|rz|rm|rp .ftz? .f32x2", features=("sm_100a",))
+    def pair(b: Lowering, m: Modifiers, name: str = _name, count: int = _count) -> Step:
+        mode = m.get("rnd", "rn")
+
+        def compute(*v: Any) -> Array:
+            shape = np.broadcast_shapes(*(np.shape(x) for x in v))
+            halves = [np.ascontiguousarray(np.broadcast_to(x, shape)).view(np.float32) for x in v]
+            if m.ftz:
+                halves = [floats.flush(h) for h in halves]
+            if name == "fma":
+                r = floats.fma(halves[0], halves[1], halves[2], mode)
+            elif name == "mul":
+                r = floats.mul(halves[0], halves[1], mode)
+            else:
+                r = floats.add(halves[0], halves[1] if name == "add" else np.negative(halves[1]), mode)
+            return (floats.flush(r) if m.ftz else r).view(np.uint64)
+
+        return b.alu("f32x2", ("f32x2",) * count, compute)
+
+
+# -- float64 --------------------------------------------------------------------------------------------------------
+
+
+def _canonical64(x: Array) -> Array:
+    if np.isnan(x).any():
+        x = np.array(x, copy=True)
+        x.view(np.uint64)[np.isnan(x)] = np.uint64(0x7FF8000000000000)
+    return x
+
+
+_DOUBLE: dict[str, tuple[int, Callable[..., Any]]] = {
+    "add": (2, np.add), "sub": (2, np.subtract), "mul": (2, np.multiply),
+    "min": (2, np.fmin), "max": (2, np.fmax), "neg": (1, np.negative), "abs": (1, np.abs),
+}  # fmt: skip
+for _name, (_count, _op) in _DOUBLE.items():
+
+    @instruction(f"{_name} .rn? .f64")
+    def double(b: Lowering, m: Modifiers, count: int = _count, op: Callable[..., Any] = _op) -> Step:
+        return b.alu("f64", ("f64",) * count, lambda *v: _canonical64(op(*v)))
+
+
+@instruction("div .rn .f64")
+def div64(b: Lowering, m: Modifiers) -> Step:
+    return b.alu("f64", ("f64", "f64"), lambda x, y: _canonical64(x / y))
+
+
+@instruction("rcp .rn .f64")
+def rcp64(b: Lowering, m: Modifiers) -> Step:
+    return b.alu("f64", ("f64",), lambda x: _canonical64(np.float64(1) / x))
+
+
+@instruction("sqrt .rn .f64")
+def sqrt64(b: Lowering, m: Modifiers) -> Step:
+    return b.alu("f64", ("f64",), lambda x: _canonical64(np.sqrt(x)))
+
+
+def _fma64(x: float, y: float, z: float) -> float:
+    if not (np.isfinite(x) and np.isfinite(y) and np.isfinite(z)):
+        return float(np.float64(x) * np.float64(y) + np.float64(z))
+    exact = Fraction(x) * Fraction(y) + Fraction(z)
+    if exact == 0:
+        return float(np.float64(x) * np.float64(y) + np.float64(z)) if x == 0 or y == 0 else 0.0
+    try:
+        return exact.numerator / exact.denominator
+    except OverflowError:
+        return float("inf") if exact > 0 else float("-inf")
+
+
+@instruction("fma .rn .f64")
+def fma64(b: Lowering, m: Modifiers) -> Step:
+    """Exact rational arithmetic, element by element: right, and slow."""
+    compute = np.frompyfunc(_fma64, 3, 1)
+    return b.alu(
+        "f64", ("f64",) * 3, lambda x, y, z: _canonical64(np.asarray(compute(x, y, z), np.float64))
+    )

@@ -1,0 +1,138 @@
+"""Arithmetic of f16, bf16 and their packed pairs (PTX ISA 9.7.4).
+
+Operands become float64, where sums and products of them are exact or rounded to odd; one rounding to the format
+follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import approximate, floats
+from .lowering import Lowering
+from .memory import Array
+from .narrow import FORMATS, decode, encode
+from .registry import Modifiers, Step, instruction
+
+_TABLES = {
+    name: decode(np.arange(65536, dtype=np.uint32), FORMATS[name]).astype(np.float32) for name in ("f16", "bf16")
+}
+HALF = "type=f16|bf16|f16x2|bf16x2"
+
+
+def decoder(kind: str) -> Callable[[Array], Array]:
+    """Float32 values of codes."""
+    table = _TABLES[kind]
+    return lambda codes: table[codes]
+
+
+def round_to(kind: str, x: Array, mode: str = "rn") -> Array:
+    """Codes (uint16) of float64 values that are exact or rounded to odd."""
+    r = floats.narrow32(x, "rz")
+    bits = r.view(np.uint32) | (np.isfinite(x) & (r.astype(np.float64) != x)).astype(np.uint32)
+    return encode(bits.view(np.float32), FORMATS[kind], mode).astype(np.uint16)
+
+
+def lanes(kind: str) -> tuple[str, str]:
+    """The element type and the register type."""
+    return kind.removesuffix("x2"), "b32" if kind.endswith("x2") else "b16"
+
+
+def halves(b: Lowering, m: Modifiers, count: int, compute: Callable[..., Array], raw: bool = False) -> Step:
+    """An instruction on 16-bit elements; `compute` maps float64 arrays to codes, or codes to codes (raw)."""
+    kind, register = lanes(m.type)
+    table = _TABLES[kind]
+
+    def step(*v: Any) -> Array:
+        shape = np.broadcast_shapes(*(np.shape(x) for x in v))
+        codes = [np.ascontiguousarray(np.broadcast_to(x, shape)).view(np.uint16) for x in v]
+        out = compute(*codes) if raw else compute(*(table[c].astype(np.float64) for c in codes))
+        return np.asarray(out, np.uint16).view(np.uint32) if register == "b32" else np.asarray(out, np.uint16)
+
+    return b.alu(register, (register,) * count, step)
+
+
+def _after(m: Modifiers, kind: str) -> Callable[[Array], Array]:
+    """`.relu` clamps negative values and turns NaN into the canonical NaN; `.sat` clamps to [0, 1]."""
+    fmt = FORMATS[kind]
+    one = encode(np.ones(1, np.float32), fmt).astype(np.uint16)[0]
+    nan = np.uint16(fmt.nan or 0)
+
+    def adjust(codes: Array) -> Array:
+        value = _TABLES[kind][codes]
+        if m.ftz and kind == "f16":
+            small = (value != 0) & (np.abs(value) < np.float32(2.0**-14))
+            codes = np.where(small, codes & np.uint16(0x8000), codes)
+        if m.sat:
+            codes = np.where(value >= 1, one, np.where(value > 0, codes, np.uint16(0)))
+        if m.relu:
+            codes = np.where(np.isnan(value), nan, np.where(value > 0, codes, np.uint16(0)))
+        return codes
+
+    return adjust
+
+
+def _sum(kind: str, x: Array, y: Array) -> Array:
+    return round_to(kind, floats.odd(*floats.two_sum(x, y)))
+
+
+for _name in ("add", "sub"):
+
+    @instruction(f"{_name} .rn? .ftz? .sat? {HALF}")
+    def add(b: Lowering, m: Modifiers, sign: float = 1.0 if _name == "add" else -1.0) -> Step:
+        kind, _ = lanes(m.type)
+        after = _after(m, kind)
+        return halves(b, m, 2, lambda x, y: after(_sum(kind, x, sign * y)))
+
+
+@instruction(f"mul .rn? .ftz? .sat? {HALF}")
+def mul(b: Lowering, m: Modifiers) -> Step:
+    kind, _ = lanes(m.type)
+    after = _after(m, kind)
+    return halves(b, m, 2, lambda x, y: after(round_to(kind, x * y)))
+
+
+@instruction(f"fma .rn .ftz? .sat? .relu? {HALF}")
+def fma(b: Lowering, m: Modifiers) -> Step:
+    kind, _ = lanes(m.type)
+    after = _after(m, kind)
+    return halves(b, m, 3, lambda x, y, z: after(_sum(kind, x * y, z)))
+
+
+for _name in ("min", "max"):
+
+    @instruction(f"{_name} .ftz? .NaN? .xorsign? .abs? {HALF}")
+    def extremum(b: Lowering, m: Modifiers, largest: bool = _name == "max") -> Step:
+        kind, _ = lanes(m.type)
+        fmt = FORMATS[kind]
+
+        def pick(x: Array, y: Array) -> Array:
+            r = floats.minmax(
+                x.astype(np.float32), y.astype(np.float32), largest, bool(m.NaN), bool(m.abs), bool(m.xorsign)
+            )
+            return encode(r, fmt).astype(np.uint16)
+
+        return halves(b, m, 2, pick)
+
+
+@instruction(f"neg .ftz? {HALF}")
+def neg(b: Lowering, m: Modifiers) -> Step:
+    return halves(b, m, 1, lambda c: c ^ np.uint16(0x8000), raw=True)
+
+
+@instruction(f"abs .ftz? {HALF}")
+def absolute(b: Lowering, m: Modifiers) -> Step:
+    return halves(b, m, 1, lambda c: c & np.uint16(0x7FFF), raw=True)
+
+
+for _name in ("ex2", "tanh"):
+
+    @instruction(f"{_name} .approx .ftz? {HALF}")
+    def approximation(b: Lowering, m: Modifiers, name: str = _name) -> Step:
+        kind, _ = lanes(m.type)
+        f = approximate.function(name, b.program.arch, False)
+        fmt = FORMATS[kind]
+        return halves(b, m, 1, lambda x: encode(f(x.astype(np.float32)), fmt).astype(np.uint16))

@@ -1,0 +1,131 @@
+"""Loads and stores (PTX ISA 9.7.9.8 to 9.7.9.12) and hints that change no value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from . import memory, ptx
+from .lowering import VIEW, Lowering
+from .registry import Index, Modifiers, Step, instruction
+
+_TYPES = "type=b8|u8|s8|b16|u16|s16|b32|u32|s32|b64|u64|s64|f32|f64|f16|bf16"
+_SPACES = "global|shared|shared::cta|shared::cluster|local|const|param|param::entry"
+_SCOPE = "scope?=cta|cluster|gpu|sys"
+_LEVEL = (
+    "l1?=L1::evict_normal|L1::evict_unchanged|L1::evict_first|L1::evict_last|L1::no_allocate "
+    "l2?=L2::cache_hint|L2::64B|L2::128B|L2::256B|L2::evict_normal|L2::evict_first|L2::evict_last "
+    "l2b?=L2::cache_hint|L2::64B|L2::128B|L2::256B"
+)
+_SPACE_OF = {"global": "global", "const": "global", "local": "local", "shared": "shared", "shared::cta": "shared",
+             "shared::cluster": "shared", "param": "param", "param::entry": "param"}  # fmt: skip
+
+
+def space_of(name: str | None) -> str:
+    return "generic" if name is None else _SPACE_OF[name]
+
+
+@instruction(
+    f"ld sem?=weak|relaxed|acquire|volatile|mmio {_SCOPE} space?={_SPACES} .nc? cop?=ca|cg|cs|lu|cv {_LEVEL} "
+    f"vec?=v2|v4|v8 {_TYPES}"
+)
+def load(b: Lowering, m: Modifiers) -> Step:
+    space = space_of(m.space)
+    targets = b.items(b.operands[0])
+    count = int(m.vec[1:]) if m.vec else 1
+    if len(targets) != count:
+        raise b.fail(f"`{b.ins.name}` loads {count} items into {len(targets)} registers")
+    writes = [b.write(t, m.type) for t in targets]
+    size = VIEW[m.type].itemsize
+    if space == "param":
+        return _load_param(b, m, writes)
+    address = b.address(b.operands[1])
+    view = VIEW[m.type]
+    atomic = m.sem in ("relaxed", "acquire", "volatile", "mmio")
+
+    def step(w: Any, i: Index) -> None:
+        w.strong = atomic
+        for write, values in zip(writes, memory.load(w, i, space, address(w, i), size, count), strict=True):
+            write(w, i, values.view(view))
+
+    return step
+
+
+def _load_param(b: Lowering, m: Modifiers, writes: list[Any]) -> Step:
+    """Parameters are the same for all threads; the address of a parameter is known before the launch."""
+    operand = b.operands[1]
+    view = VIEW[m.type]
+    size = view.itemsize
+    if not isinstance(operand, ptx.Address):
+        raise b.fail("ld.param needs an address")
+    params = {p.name: p for p in b.program.kernel.params}
+    if isinstance(operand.base, ptx.Symbol) and operand.base.name in params:
+        param = params[operand.base.name]
+        offset = param.offset + operand.offset
+        if operand.offset < 0 or operand.offset + size * len(writes) > param.size:
+            raise b.fail(f"`{b.ins.name}` reads outside parameter {param.name} of {param.size} bytes")
+
+        def step(w: Any, i: Index) -> None:
+            for n, write in enumerate(writes):
+                start = offset + n * size
+                value = np.frombuffer(w.launch.arguments, view, 1, start)[0]
+                write(w, i, np.full(w.count(i), value))
+
+        return step
+    address = b.address(operand)
+
+    def indexed(w: Any, i: Index) -> None:
+        for write, values in zip(writes, memory.load(w, i, "global", address(w, i), size, len(writes)), strict=True):
+            write(w, i, values.view(view))
+
+    return indexed
+
+
+@instruction(
+    f"st sem?=weak|relaxed|release|volatile|mmio {_SCOPE} space?={_SPACES} cop?=wb|cg|cs|wt {_LEVEL} vec?=v2|v4|v8 "
+    f"{_TYPES}"
+)
+def store(b: Lowering, m: Modifiers) -> Step:
+    space = space_of(m.space)
+    if space == "param":
+        raise b.fail("stores to parameters are not supported")
+    address = b.address(b.operands[0])
+    sources = b.items(b.operands[1])
+    count = int(m.vec[1:]) if m.vec else 1
+    if len(sources) != count:
+        raise b.fail(f"`{b.ins.name}` stores {count} items from {len(sources)} registers")
+    size = VIEW[m.type].itemsize
+    unsigned = f"b{8 * size}"
+    reads = [b.read(s, unsigned) if not isinstance(s, ptx.Imm) else b.read(s, m.type) for s in sources]
+    dtype = VIEW[unsigned]
+    strong = m.sem in ("relaxed", "release", "volatile", "mmio")
+
+    def step(w: Any, i: Index) -> None:
+        w.strong = strong
+        memory.store(w, i, space, address(w, i), size, [np.asarray(r(w, i)).view(dtype) for r in reads])
+
+    return step
+
+
+@instruction("prefetch space?=global|local level?=L1|L2 policy?=L2::evict_last|L2::evict_normal")
+@instruction("prefetch space?=param|const .tensormap")
+@instruction("prefetchu .L1")
+@instruction("applypriority space?=global .L2::evict_normal")
+@instruction("discard space?=global .L2")
+def hint(b: Lowering, m: Modifiers) -> Step:
+    b.address(b.operands[0])
+    return lambda w, i: None
+
+
+@instruction("createpolicy .fractional primary=L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged "
+             "secondary?=L2::evict_first|L2::evict_unchanged .b64")  # fmt: skip
+@instruction("createpolicy .range primary=L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged "
+             "secondary?=L2::evict_first|L2::evict_unchanged .b64")  # fmt: skip
+@instruction("createpolicy .cvt .L2 .b64")
+def policy(b: Lowering, m: Modifiers) -> Step:
+    """Cache policies change no value; the opaque result is 0."""
+    write = b.write(b.operands[0], "b64")
+    return lambda w, i: write(w, i, np.zeros(w.count(i), np.uint64))
+
+
