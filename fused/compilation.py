@@ -5,13 +5,16 @@ and a rounded sum, and an FMA is only where `cute.math.fma` is written (nvidia-c
 `nvvm-options=-fma=0`). `cute.compile` itself never caches, so the cache is here.
 """
 
+from __future__ import annotations
+
 import atexit
+import contextlib
 import functools
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +22,7 @@ import cutlass.cute as cute
 from cutlass.base_dsl.compiler import DumpDir, ExtraCompilerOpts, KeepPTX
 from cutlass.cutlass_dsl import CuTeDSL
 
-__all__ = ["Compiled", "compile_function", "current_target", "domain", "kernels_in"]
+__all__ = ["Compiled", "compile_function", "current_target", "domain", "kernels_in", "recording"]
 
 domain: ContextVar[str] = ContextVar("domain", default="cuda")
 """Where compiled functions launch: a function compiled for one domain is never reused in another."""
@@ -34,7 +37,24 @@ class Compiled:
         self.ptx: str = executor.__ptx__
 
     def __call__(self, *arguments: Any) -> None:
+        used = _recorded.get()
+        if used is not None and self not in used:
+            used.append(self)
         self.executor(*arguments)
+
+
+_recorded: ContextVar[list[Compiled] | None] = ContextVar("recorded", default=None)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Compiled]]:
+    """Collects the compiled functions that are called inside the context."""
+    used: list[Compiled] = []
+    token = _recorded.set(used)
+    try:
+        yield used
+    finally:
+        _recorded.reset(token)
 
 
 def current_target() -> str:

@@ -1,19 +1,40 @@
-"""Reports: every form says the same, is complete or absent, and shows what somebody needs to act on a mismatch."""
+"""Reports: every form says the same, is whole or absent, and shows what somebody needs to act on it."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import json
+import re
+import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
 
+import jsonschema
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moe_numerics.compare import Finding, compare_output, merge, unchecked_output
 from moe_numerics.report import (
     Environment,
     Kernel,
+    OutputResult,
     PathResult,
     Report,
+    ReportError,
+    atomic,
+    charts,
+    html,
+    json_report,
+    junit,
+    markdown,
+    wording,
+    write_reports,
 )
+from moe_numerics.report.diff import Change, diff_reports, render
 
 ENVIRONMENT = Environment(
     versions={
@@ -81,7 +102,7 @@ def equal_findings(outputs: tuple[tuple[str, str, int], ...], cases: int) -> lis
 
 
 def path_result(path: str, device: str, findings: list[Finding], **more: str | float) -> PathResult:
-    settings = {"profile": "suite", "maths": "exact", "seconds": 1.0 + len(path) / 7, **more}
+    settings = {"profile": "suite", "maths": "exact", "seconds": round(1.0 + len(path) / 7, 3), **more}
     return PathResult.from_findings(
         path,
         device,
@@ -106,6 +127,7 @@ def bounded_finding() -> Finding:
     )
 
 
+@functools.cache
 def passing_report() -> Report:
     """All outputs bit-equal on both virtual GPUs, a fast-maths path with bounded outputs, some unchecked."""
     rows = []
@@ -122,8 +144,9 @@ def passing_report() -> Report:
     return Report(ENVIRONMENT, tuple(rows))
 
 
+@functools.cache
 def failing_report() -> Report:
-    """Two faults (a scale rounded down, a write past a tail), a path that crashed and one that was left out."""
+    """Two faults (a scale rounded down, a write past a tail), a path that crashed and one left out."""
     rows = list(passing_report().paths)
     at = next(i for i, row in enumerate(rows) if row.id == "swiglu.fwd.mxfp8_e4m3" and "100a" in row.device)
     findings = equal_findings(ACTIVATION_OUTPUTS, 24)
@@ -134,7 +157,8 @@ def failing_report() -> Report:
     doubled = torch.where((floor != expected).repeat_interleave(32, dim=1), codes + 8, codes)
     doubled[40, 17] = 0x7F
     wrong_codes = compare_output("codes_rowwise", codes, doubled, format="E4M3", row_expert=ROW_EXPERT)
-    command = "moe-numerics run moe-numerics-report/cases/swiglu.fwd.mxfp8_e4m3-4f1c09.json --device virtual:sm_100a"
+    case = "moe-numerics-report/cases/swiglu.fwd.mxfp8_e4m3-4f1c09.json"
+    command = f"moe-numerics run {case} --device virtual:sm_100a"
     findings[0] = replace(wrong_codes, reproduce=command)
     findings[1] = replace(wrong_scale, reproduce=command)
     rows[at] = path_result("swiglu.fwd.mxfp8_e4m3", "virtual:sm_100a", findings)
@@ -159,7 +183,7 @@ def failing_report() -> Report:
             "suite",
             "exact",
             "error",
-            reason="line 214 of geglu_fwd_bf16: no entry for the instruction `tanh.approx.bf16x2` (block 0, thread 32)",
+            reason="geglu_fwd_bf16, line 214: unknown instruction `tanh.approx.bf16x2` (block 0, thread 32)",
             kernels=(kernel("geglu.fwd.bf16", "virtual:sm_100a"),),
             reproduce="moe-numerics verify --paths geglu.fwd.bf16 --device virtual:sm_100a --seed 20250611",
             seconds=0.4,
@@ -190,8 +214,11 @@ SAMPLES = {
 }
 sample = pytest.mark.parametrize("report", [make() for make in SAMPLES.values()], ids=list(SAMPLES))
 
-# Text that has broken reports: markup, quotes, table and escape characters, control characters, other scripts.
-HOSTILE = "<script>alert('1')</script>|`*_[x](y) \\ & \"quoted\" \x00\x1b[31m\ufffe\ttab\nnew line é 量 ]]> {{ 7 * 7 }}"
+# Text that breaks reports: markup, quotes, table and escape characters, control characters, other scripts.
+HOSTILE = (
+    "<script>alert('1')</script>|`*_[x](y) \\ & \"quoted\" \x00\x1b[31m\ufffe\ttab\n"
+    "new line é 量 ]]> {{ 7 * 7 }}"
+)
 texts = st.one_of(st.just(HOSTILE), st.text(max_size=20), st.sampled_from(("", "-", "None")))
 counts = st.integers(0, 2**40)
 
@@ -203,7 +230,7 @@ def output_results(draw: st.DrawFn, unexplained: bool) -> OutputResult:
     wrong = draw(st.integers(1, 1000)) if unexplained else 0
     expected, got = draw(st.integers(0, 0xFFFF)), draw(st.integers(0, 0xFFFF))
     experts = draw(st.integers(0, 300))
-    cells = draw(st.sets(st.tuples(st.integers(-1, experts - 1), st.integers(0, 31)), max_size=60))
+    cells = draw(st.sets(st.tuples(st.integers(-1, experts - 1), st.integers(0, 31)), max_size=8))
     return OutputResult(
         name=draw(st.sampled_from(("out", "codes_rowwise", "amax", HOSTILE))),
         grade=draw(st.sampled_from(("exact", "bounded", "statistical"))),
@@ -279,7 +306,7 @@ def validator() -> jsonschema.Draft202012Validator:
 class Page(HTMLParser):
     """Text, tags and attributes of a page, and whether its tags are balanced."""
 
-    VOID = frozenset({"meta", "input", "br", "path", "rect"})
+    VOID = frozenset({"meta", "input"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -316,11 +343,11 @@ def test_a_report_survives_json(report: Report) -> None:
 
 @given(report=reports())
 def test_any_report_survives_json(report: Report) -> None:
-    """Would catch lost characters, infinite sharpness, numbers beyond 2^53 and NaN tokens that are not JSON."""
+    """Would catch lost characters, infinite sharpness, numbers beyond 2^53 and NaN, which is not JSON."""
     text = json_report.to_json(report)
     assert json_report.from_json(text) == report
     validator().validate(json.loads(text))
-    assert not re.search(r"\b(NaN|Infinity)\b", text.replace("NaN", "") if "NaN" in HOSTILE else text)
+    json.loads(text, parse_constant=pytest.fail)
 
 
 def test_a_key_that_is_missing_or_of_another_type_is_named() -> None:
@@ -385,7 +412,7 @@ def _summary(data: dict[str, object]) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "not JSON: .* in line 1, column 2"),
+        ("{", r"not JSON: .* in line 1, column 2"),
         ("[]", "a report is a JSON object, this is a list"),
         ("{}", "schema = None"),
         ('{"schema": 1}', "environment is missing"),
@@ -533,7 +560,7 @@ def test_markdown_tells_what_failed_and_what_was_not_checked() -> None:
     assert "got 0x32 (0.625)" in text
     assert "reproduce: moe-numerics run " in text
     assert "dgate_up: first written outside mismatch at no expert's row, row 190, column 100" in text
-    assert "no entry for the instruction" in text
+    assert "unknown instruction" in text
     assert "`workspace`: 4,096 of 4,096 elements. scratch memory: its content is not specified" in text
     assert "(virtual, manual evidence)" in text
 
@@ -550,12 +577,12 @@ def test_a_page_is_well_formed_and_runs_nothing_it_was_given(report: Report) -> 
     shown = "".join(page.text)
     assert wording.headline(report) in shown
     for row in report.paths:
-        assert row.id.replace("\x00", "\ufffd") in shown.replace("\x00", "\ufffd")
+        assert wording.printable(row.id) in shown
 
 
 @sample
 def test_a_page_needs_nothing_but_itself(report: Report) -> None:
-    """Would catch a font, style, script or image that is fetched, so that the page breaks when it is mailed."""
+    """Would catch a font, style, script or image that is fetched, so that a mailed page breaks."""
     text = html.to_html(report)
     page = Page(text)
     targets = [
@@ -571,7 +598,7 @@ def test_a_page_needs_nothing_but_itself(report: Report) -> None:
 
 @sample
 def test_a_page_shows_everything_that_the_report_says(report: Report) -> None:
-    """Would catch a page that leaves out a hash, the evidence, a bit pattern, a bin or the command to reproduce."""
+    """Would catch a page that leaves out a hash, the evidence, a bit pattern, a bin or the command."""
     shown = " ".join("".join(Page(html.to_html(report)).text).split())
     wanted = [
         wording.headline(report),
@@ -607,8 +634,8 @@ def test_charts_are_svg_that_shows_every_mismatch(output: OutputResult) -> None:
     """Would catch a cell or bar outside the drawing, and mismatches that the map loses."""
     for chart in (charts.ulp_bars(output), charts.error_bars(output)):
         if chart:
-            _inside(ElementTree.fromstring(chart))
-    drawing = charts.mismatch_map(output)
+            _inside(ElementTree.fromstring(wording.printable(chart)))
+    drawing = wording.printable(charts.mismatch_map(output))
     assert bool(drawing) == bool(output.mismatch_map)
     if drawing:
         root = ElementTree.fromstring(drawing)

@@ -22,9 +22,9 @@ NOT_FINITE = 1024
 class Side:
     """One operand, K first, with NaN and Inf as zeros.
 
-    values [K, ...] are float64, of FP4 float32. exponents [terms, ...] are those of the terms to be aligned: of
-    the values, or of the scales if products are scaled after an exact sum, and then `scales` [terms, ...]
-    are the scales. `signs` [K, ...] is there if there is an Inf: Inf as it is and 1, 0 or -1 for the rest.
+    values [K, ...]: float64, of FP4 float32. exponents [terms, ...]: of the terms that are aligned, which are
+    the values, or the scales if products are scaled after an exact sum; then `scales` [terms, ...] are the
+    scales. `signs` [K, ...] is there if there is an Inf: Inf as it is and 1, 0 or -1 for the rest.
     """
 
     values: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib import resources
 from pathlib import Path
 
@@ -14,11 +15,7 @@ from moe_numerics.report.model import Report
 
 def to_html(report: Report) -> str:
     """A report as one HTML page with its styles, charts and script inside; readable without the script."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = resources.files("moe_numerics.report").joinpath("report.html.j2").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
+    page = _template().render(
         report=report,
         summary=report.summary,
         charts=charts,
@@ -26,11 +23,21 @@ def to_html(report: Report) -> str:
         kernels=_kernels(report),
         devices=list(dict.fromkeys(path.device for path in report.paths)),
     )
+    return wording.printable(page)
 
 
 def write(report: Report, path: Path) -> None:
     """Writes the HTML form of a report to a file."""
     write_files(path.parent, {path.name: to_html(report)})
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    text = resources.files("moe_numerics.report").joinpath("report.html.j2").read_text(encoding="utf-8")
+    return environment.from_string(text)
 
 
 def _kernels(report: Report) -> list[tuple[str, str, str, str]]:

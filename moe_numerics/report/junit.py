@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from moe_numerics.report.atomic import write_files
 from moe_numerics.report.model import PathResult, Report
-from moe_numerics.report.wording import failure_lines, headline
-
-# What XML 1.0 cannot hold, not even escaped (section 2.2): control characters, surrogates, noncharacters.
-_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+from moe_numerics.report.wording import failure_lines, headline, printable
 
 
 def to_junit(report: Report) -> str:
@@ -24,10 +20,10 @@ def to_junit(report: Report) -> str:
     _count(root, report.paths)
     for device in dict.fromkeys(path.device for path in report.paths):
         paths = tuple(path for path in report.paths if path.device == device)
-        suite = ElementTree.SubElement(root, "testsuite", name=_text(f"moe-numerics {device}"))
+        suite = ElementTree.SubElement(root, "testsuite", name=printable(f"moe-numerics {device}"))
         _count(suite, paths)
         if report.environment.started:
-            suite.set("timestamp", _text(report.environment.started))
+            suite.set("timestamp", printable(report.environment.started))
         properties = ElementTree.SubElement(suite, "properties")
         _property(properties, "verdict", headline(report))
         _property(properties, "command", report.environment.command)
@@ -45,10 +41,6 @@ def write(report: Report, path: Path) -> None:
     write_files(path.parent, {path.name: to_junit(report)})
 
 
-def _text(text: str) -> str:
-    return _NOT_XML.sub("�", text)
-
-
 def _count(element: ElementTree.Element, paths: tuple[PathResult, ...]) -> None:
     element.set("tests", str(len(paths)))
     for attribute, status in (("failures", "fail"), ("errors", "error"), ("skipped", "skipped")):
@@ -57,14 +49,14 @@ def _count(element: ElementTree.Element, paths: tuple[PathResult, ...]) -> None:
 
 
 def _property(properties: ElementTree.Element, name: str, value: str) -> None:
-    ElementTree.SubElement(properties, "property", name=_text(name), value=_text(value))
+    ElementTree.SubElement(properties, "property", name=printable(name), value=printable(value))
 
 
 def _test_case(path: PathResult) -> ElementTree.Element:
     case = ElementTree.Element(
         "testcase",
-        classname=_text(f"moe_numerics.{path.device}"),
-        name=_text(f"{path.id} [{path.profile}, {path.maths}]"),
+        classname=printable(f"moe_numerics.{path.device}"),
+        name=printable(f"{path.id} [{path.profile}, {path.maths}]"),
         time=f"{path.seconds:.3f}",
     )
     properties = ElementTree.SubElement(case, "properties")
@@ -77,10 +69,10 @@ def _test_case(path: PathResult) -> ElementTree.Element:
     if path.status == "pass":
         return case
     kind = {"fail": "failure", "error": "error", "skipped": "skipped"}[path.status]
-    outcome = ElementTree.SubElement(case, kind, message=_text(path.reason))
+    outcome = ElementTree.SubElement(case, kind, message=printable(path.reason))
     lines = failure_lines(path)
     if path.status == "error" and path.reproduce:
         lines.append(f"reproduce: {path.reproduce}")
     if lines:
-        outcome.text = _text("\n".join(lines))
+        outcome.text = printable("\n".join(lines))
     return case

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from importlib import resources
 from pathlib import Path
 
@@ -14,17 +15,23 @@ from moe_numerics.report.model import Report
 
 def to_markdown(report: Report) -> str:
     """A report as GitHub-flavoured Markdown: verdict, a table of paths, what failed or was not checked."""
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.filters["cell"] = _cell
-    template = resources.files("moe_numerics.report").joinpath("report.md.j2").read_text(encoding="utf-8")
-    return environment.from_string(template).render(report=report, summary=report.summary, wording=wording)
+    text = _template().render(report=report, summary=report.summary, wording=wording)
+    return wording.printable(text)
 
 
 def write(report: Report, path: Path) -> None:
     """Writes the Markdown form of a report to a file."""
     write_files(path.parent, {path.name: to_markdown(report)})
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.filters["cell"] = _cell
+    text = resources.files("moe_numerics.report").joinpath("report.md.j2").read_text(encoding="utf-8")
+    return environment.from_string(text)
 
 
 def _cell(text: str) -> str:

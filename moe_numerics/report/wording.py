@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import datetime
 
 from moe_numerics.findings import FirstMismatch
 from moe_numerics.report.model import OutputResult, PathResult, Report
 
 NOT_AVAILABLE = "–"  # noqa: RUF001 (an en dash stands for no value in a table)
+
+
+# What neither XML 1.0 (section 2.2) nor HTML can hold, not even escaped: control characters but tab and line
+# breaks, surrogates, and U+FFFE and U+FFFF.
+_NOT_PRINTABLE = re.compile("[^\t\n\r\u0020-\u007e\u0085\u00a0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def printable(text: str) -> str:
+    """The text with a replacement character for whatever XML, HTML or a terminal would choke on."""
+    return _NOT_PRINTABLE.sub("\ufffd", text)
 
 
 def headline(report: Report) -> str:

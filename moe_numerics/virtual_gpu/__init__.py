@@ -1,1 +1,12 @@
-"""Runs compiled CuTe DSL kernels on the CPU by executing their PTX."""
+"""Runs compiled CuTe DSL kernels on the CPU by executing their PTX.
+
+with virtual_gpu("sm_90a", schedule="fast") as gpu:
+    compiled = cute.compile(function, ...)
+    compiled(a, b, stream)
+"""
+
+from .errors import Finding, VirtualGPUError
+from .gpu import LaunchedPTX, VirtualGPU, active, virtual_gpu
+from .launch import Stats
+
+__all__ = ["Finding", "LaunchedPTX", "Stats", "VirtualGPU", "VirtualGPUError", "active", "virtual_gpu"]

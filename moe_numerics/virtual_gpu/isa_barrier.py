@@ -61,7 +61,7 @@ for _opcode, _aligned_word in (("bar", ""), ("barrier", " .aligned?")):
 
 @instruction("membar level=cta|gl|sys")
 @instruction("fence sem?=sc|acq_rel|acquire|release scope=cta|cluster|gpu|sys")
-@instruction("fence .proxy kind=async|alias|async.global|async.shared::cta")
+@instruction("fence .proxy kind=async|alias")
 @instruction("fence .proxy .async space=global|shared::cta|shared::cluster")
 @instruction("fence .mbarrier_init .release .cluster")
 def fence(b: Lowering, m: Modifiers) -> Step:

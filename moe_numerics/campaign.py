@@ -1,0 +1,275 @@
+"""Paths x cases x devices: what `verify` runs, on all cores, and the report that comes out.
+
+Each path on each device is one task. Its cases are one fixed gauntlet and drawn ones, in groups that share what a
+kernel is compiled for (layout, counts, probabilities, type of the offsets), so that a few compilations serve many
+cases; which variants a path gets depends on the seed. Virtual devices share a pool of processes, one a core. A CUDA
+device has a process of its own, so that an illegal access ends that process and not the run.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from pathlib import Path as FilePath
+
+from moe_numerics import values
+from moe_numerics.cases import Case, gauntlet_case
+from moe_numerics.devices import DeviceError, DeviceLost, open_device
+from moe_numerics.drawing import Space, draw_cases
+from moe_numerics.findings import Finding, merge
+from moe_numerics.paths import Path, find_path
+from moe_numerics.report import write_reports
+from moe_numerics.report.model import Environment, Kernel, PathResult, Report
+from moe_numerics.running import CaseResult, run_case
+from moe_numerics.token_counts import SeededSource, one_of
+
+__all__ = ["Plan", "Task", "campaign_cases", "default_examples", "run_task", "verify"]
+
+GROUP = 5
+"""Cases that share one compilation."""
+
+TASK_TIMEOUT = 600.0
+"""Seconds after which a CUDA device is given up."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One path on one device."""
+
+    path: str
+    device: str
+    profile: str
+    examples: int
+    seed: int
+    schedule: str | int = "fast"
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """The path's result, and the cases that failed."""
+
+    result: PathResult
+    failing: tuple[Case, ...] = ()
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `verify` is to run."""
+
+    paths: tuple[str, ...]
+    devices: tuple[str, ...]
+    profile: str
+    examples: int
+    seed: int
+    out: FilePath
+    command: str = "moe-numerics verify"
+    workers: int = field(default_factory=lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+    def tasks(self) -> list[Task]:
+        """Every path on every device."""
+        return [
+            Task(path, device, self.profile, self.examples, self.seed) for path in self.paths for device in self.devices
+        ]
+
+
+def default_examples(tasks: int) -> int:
+    """Cases of each path and device unless the user says: 20, fewer when there are many paths, 3 at least."""
+    return max(3, min(20, 600 // max(tasks, 1)))
+
+
+def campaign_cases(path: Path, profile: str, examples: int, seed: int) -> Iterator[Case]:
+    """The cases of a path: the gauntlet, then drawn ones, `examples` in all, the same on every machine."""
+    for group in range(-(-examples // GROUP)):
+        source = SeededSource(values.key("variant", path.id, seed, group))
+        space = _variant(path.space(profile), source)
+        wanted = min(GROUP, examples - group * GROUP)
+        if group == 0:
+            wanted -= 1
+            yield gauntlet_case(
+                path.id,
+                profile,
+                inputs=path.inputs,
+                hidden=160 if space.layouts == ("halves",) else 128,
+                alignment=space.alignments[0],
+                padded=space.paddings[0],
+                layout=space.layouts[0],
+                prob=space.probs[0],
+            ).replace(offsets_dtype=space.offsets_dtypes[0])
+        yield from draw_cases(wanted, values.key("group", seed, group), space)
+
+
+def _variant(space: Space, source: SeededSource) -> Space:
+    """The space with one choice of everything that a kernel is compiled for."""
+    dense = bool(source.integer(0, 2) == 0)
+    layout = one_of(source, space.layouts)
+    return replace(
+        space,
+        paddings=(one_of(source, (True, False)),),
+        probs=(one_of(source, (True, True, False)),),
+        layouts=(layout,),
+        multiple=max(space.multiple, int(layout.partition(":")[2] or 1)),
+        offsets_dtypes=(one_of(source, ("int32", "int64")),),
+        alignments=tuple(a for a in space.alignments if (a % 32 == 0) == dense),
+    )
+
+
+def run_task(task: Task) -> TaskResult:
+    """Run one task in this process."""
+    started = time.monotonic()
+    path = find_path(task.path)
+    contract = path.contract(task.profile)
+
+    def unfinished(reason: str, evidence: str = "", lost: bool = False) -> TaskResult:
+        result = PathResult(
+            path.id, task.device, task.profile, contract.maths, "error", reason, evidence=evidence,
+            seconds=time.monotonic() - started,
+        )  # fmt: skip
+        return TaskResult(result, lost=lost)
+
+    try:
+        device = open_device(task.device, task.schedule)
+    except DeviceError as error:
+        return unfinished(str(error))
+    results: list[CaseResult] = []
+    try:
+        with device.activate():
+            for case in campaign_cases(path, task.profile, task.examples, task.seed):
+                results.append(run_case(path, case, contract, device))
+    except DeviceLost as error:
+        return unfinished(str(error), device.evidence, lost=True)
+    except DeviceError as error:
+        return unfinished(str(error), device.evidence)
+    return _summarise(path, task, contract.maths, device.evidence, results, time.monotonic() - started)
+
+
+def case_file(case: Case) -> str:
+    """Name of the file that holds a failing case."""
+    return f"{case.path}-{case.digest()}.json"
+
+
+def _summarise(
+    path: Path, task: Task, maths: str, evidence: str, results: Sequence[CaseResult], seconds: float
+) -> TaskResult:
+    per_output: dict[str, list[Finding]] = {}
+    kernels: dict[Kernel, None] = {}
+    for result in results:
+        kernels.update(dict.fromkeys(result.kernels))
+        command = f"moe-numerics run cases/{case_file(result.case)} --device {task.device}"
+        for finding in result.findings:
+            if finding.first_mismatch is not None:
+                finding = replace(finding, reproduce=command)
+            per_output.setdefault(finding.output, []).append(finding)
+    failing = tuple(result.case for result in results if not result.passed)
+    summary = PathResult.from_findings(
+        path.id,
+        task.device,
+        profile=task.profile,
+        maths=maths,
+        cases=len(results),
+        findings=[merge(findings) for findings in per_output.values()],
+        kernels=tuple(kernels),
+        reproduce=f"moe-numerics run cases/{case_file(failing[0])} --device {task.device}" if failing else "",
+        seconds=seconds,
+        evidence=evidence,
+    )
+    faults = [result.fault for result in results if result.fault]
+    if faults:
+        reasons = [f"{len(faults)} of {len(results)} cases ended in a fault: {faults[0]}", summary.reason]
+        summary = replace(summary, status="fail", reason="; ".join(reason for reason in reasons if reason))
+    return TaskResult(summary, failing)
+
+
+def verify(plan: Plan, progress: Callable[[PathResult], None] = lambda result: None) -> tuple[Report, bool]:
+    """Run the plan, write the reports and the failing cases to `plan.out`, and give the report.
+
+    progress is called with each result as it comes. The second value says whether a CUDA device was lost.
+    """
+    started = time.monotonic()
+    order = {(task.path, task.device): i for i, task in enumerate(plan.tasks())}
+    results: list[TaskResult] = []
+    for result in _run_all(plan):
+        results.append(result)
+        progress(result.result)
+    results.sort(key=lambda result: order[(result.result.id, result.result.device)])
+    environment = Environment.here(
+        ", ".join(_describe(device) for device in plan.devices),
+        plan.seed,
+        plan.command,
+        driver=_driver() if any(device.startswith("cuda") for device in plan.devices) else None,
+        seconds=time.monotonic() - started,
+    )
+    report = Report(environment, tuple(result.result for result in results))
+    write_reports(report, plan.out)
+    _write_cases(plan.out / "cases", [case for result in results for case in result.failing])
+    return report, any(result.lost for result in results)
+
+
+def _write_cases(folder: FilePath, cases: Iterable[Case]) -> None:
+    for case in cases:
+        folder.mkdir(parents=True, exist_ok=True)
+        case.save(folder / case_file(case))
+
+
+def _run_all(plan: Plan) -> Iterator[TaskResult]:
+    context = multiprocessing.get_context("spawn")
+    virtual = [task for task in plan.tasks() if task.device.startswith("virtual:")]
+    pools: list[ProcessPoolExecutor] = []
+    futures: dict[Future[TaskResult], Task] = {}
+    try:
+        if virtual:
+            pool = ProcessPoolExecutor(plan.workers, mp_context=context, initializer=_one_thread)
+            pools.append(pool)
+            futures.update({pool.submit(run_task, task): task for task in virtual})
+        for device in plan.devices:
+            if not device.startswith("virtual:"):
+                pool = ProcessPoolExecutor(1, mp_context=context)
+                pools.append(pool)
+                tasks = [task for task in plan.tasks() if task.device == device]
+                futures.update({pool.submit(run_task, task): task for task in tasks})
+        limit = TASK_TIMEOUT * len(futures) if len(virtual) < len(futures) else None
+        for future in as_completed(futures, timeout=limit):
+            yield _result_of(future, futures[future])
+    finally:
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _one_thread() -> None:
+    """Worker processes share the cores: each computes with one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _result_of(future: Future[TaskResult], task: Task) -> TaskResult:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        reason = "the process that ran this device ended; earlier results of it stand"
+        result = PathResult(task.path, task.device, task.profile, "exact", "error", reason)
+        return TaskResult(result, lost=task.device.startswith("cuda"))
+
+
+def _describe(device: str) -> str:
+    import torch
+
+    if not device.startswith("cuda") or not torch.cuda.is_available():
+        return device
+    return f"{device} ({torch.cuda.get_device_name(torch.device(device).index or 0)})"
+
+
+def _driver() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    import cuda.bindings.driver as driver
+
+    status, version = driver.cuDriverGetVersion()
+    return f"CUDA {version // 1000}.{version % 1000 // 10}" if int(status) == 0 else None

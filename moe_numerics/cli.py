@@ -1,0 +1,236 @@
+"""The command `moe-numerics`.
+
+Exit codes: 0 nothing unexplained; 1 unexplained bits; 2 bad usage or input, nothing written; 3 a path could not run;
+4 a CUDA device was lost.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from moe_numerics.findings import Finding
+    from moe_numerics.report.model import PathResult, Report
+
+__all__ = ["app", "main"]
+
+EXIT_USAGE = 2
+EXIT_LOST = 4
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
+_console = Console()
+
+DeviceOption = Annotated[
+    list[str] | None,
+    typer.Option("--device", help="cuda, cuda:N, virtual:sm_90a or virtual:sm_100a; may be given more than once."),
+]
+
+
+def main() -> None:
+    """Run the command line; errors of the user's input end with one line and exit code 2."""
+    from moe_numerics.cases import CaseError
+    from moe_numerics.devices import DeviceError
+    from moe_numerics.paths import PathError
+    from moe_numerics.report import ReportError
+
+    try:
+        app()
+    except (CaseError, DeviceError, PathError, ReportError) as error:
+        _refuse(str(error))
+
+
+def _refuse(message: str) -> NoReturn:
+    print(f"moe-numerics: {message}", file=sys.stderr)
+    raise SystemExit(EXIT_USAGE)
+
+
+@app.command()
+def verify(
+    device: DeviceOption = None,
+    paths: Annotated[str, typer.Option(help="Shell pattern on path ids.")] = "*",
+    profile: Annotated[str, typer.Option(help="Contract to verify against.")] = "suite",
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="Cases of each path and device; default 3 to 20, by their number.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn cases.")] = 0,
+    out: Annotated[FilePath, typer.Option(help="Folder for the reports.")] = FilePath("moe-numerics-report"),
+) -> None:
+    """Compare every fused kernel with its reference, bit by bit, and write the reports."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from moe_numerics.campaign import Plan, default_examples, verify
+    from moe_numerics.devices import default_devices, open_device
+    from moe_numerics.paths import PathError, match_paths
+
+    devices = tuple(dict.fromkeys(device or default_devices()))
+    for name in devices:
+        open_device(name)
+    matching = match_paths(paths)
+    for path in matching:
+        if paths == "*" and profile != "suite":
+            continue
+        path.contract(profile)
+    chosen = [path for path in matching if _offers(path, profile)]
+    if not chosen:
+        raise PathError(f"profile {profile!r} is offered by no path that matches {paths!r}")
+    if out.exists() and not out.is_dir():
+        _refuse(f"--out {out} is a file: expected a folder")
+    tasks = len(chosen) * len(devices)
+    plan = Plan(
+        tuple(path.id for path in chosen),
+        devices,
+        profile,
+        examples or default_examples(tasks),
+        seed,
+        out,
+        shlex.join(["moe-numerics", *sys.argv[1:]]),
+    )
+    _console.print(
+        f"{len(chosen)} paths on {', '.join(devices)}, {plan.examples} cases each, seed {seed}, "
+        f"{plan.workers} processes"
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=_console, transient=True) as bar:
+        running = bar.add_task("verifying", total=tasks)
+
+        def advance(result: PathResult) -> None:
+            bar.advance(running)
+            if result.status != "pass":
+                bar.console.print(f"{result.status}: {result.id} on {result.device}: {result.reason}", markup=False)
+
+        report, lost = verify(plan, advance)
+    _print_report(report)
+    _console.print(f"report: {out / 'index.html'}", markup=False)
+    raise SystemExit(EXIT_LOST if lost else report.exit_code)
+
+
+def _offers(path: object, profile: str) -> bool:
+    from moe_numerics.contract import ALIASES
+    from moe_numerics.paths import Path
+
+    assert isinstance(path, Path)
+    return ALIASES.get(profile, profile) in path.profiles
+
+
+def _print_report(report: Report) -> None:
+    from moe_numerics.report.wording import headline
+
+    table = Table(box=None, header_style="bold")
+    for name in ("path", "device", "cases", "elements", "bit-equal", "unexplained", "status"):
+        table.add_column(name, justify="left" if name in ("path", "device", "status") else "right")
+    for path in report.paths:
+        share = path.bit_equal_share
+        table.add_row(
+            path.id,
+            path.device,
+            str(path.cases),
+            f"{path.elements:,}",
+            "-" if share is None else f"{share:.4%}".replace("100.0000%", "100%"),
+            f"{path.unexplained:,}",
+            path.status,
+            style=None if path.status == "pass" else "red",
+        )
+    _console.print(table)
+    _console.print(headline(report), style="bold", markup=False)
+
+
+@app.command("list")
+def list_paths(
+    as_json: Annotated[bool, typer.Option("--json", help="Print an array with everything known of each path.")] = False,
+) -> None:
+    """List every path, its profiles and devices."""
+    from moe_numerics.contract import PROFILES
+    from moe_numerics.paths import DEVICES, all_paths
+
+    if as_json:
+        entries = [
+            {
+                "id": path.id,
+                "summary": path.summary,
+                "inputs": [{"name": i.name, "dtype": i.dtype, "shape": i.shape, "kind": i.kind} for i in path.inputs],
+                "outputs": [
+                    {"name": o.name, "dtype": o.dtype, "format": o.format, "shape": o.shape} for o in path.outputs
+                ],
+                "layouts": list(path.layouts),
+                "profiles": dict(path.profiles),
+                "devices": list(DEVICES),
+            }
+            for path in all_paths()
+        ]
+        print(json.dumps(entries, indent=1))
+        return
+    table = Table(box=None, header_style="bold")
+    for name in ("path", "what it is", "profiles"):
+        table.add_column(name)
+    for path in all_paths():
+        table.add_row(path.id, path.summary, ", ".join(f"{name} ({grade})" for name, grade in path.profiles.items()))
+    _console.print(table)
+    _console.print(f"{len(all_paths())} paths. Devices: {', '.join(DEVICES)}.\n\nProfiles:")
+    for known in PROFILES.values():
+        _console.print(f"  {known.name}: {known.summary}", markup=False)
+
+
+@app.command()
+def run(
+    case_file: Annotated[FilePath, typer.Argument(metavar="CASE.json", help="A case that verify wrote.")],
+    device: Annotated[str | None, typer.Option("--device", help="Device to run it on.")] = None,
+) -> None:
+    """Reproduce one case and print every output's finding."""
+    from moe_numerics.cases import Case
+    from moe_numerics.devices import DeviceError, DeviceLost, default_devices, open_device
+    from moe_numerics.paths import find_path
+    from moe_numerics.running import run_case
+
+    case = Case.load(case_file)
+    path = find_path(case.path)
+    contract = path.contract(case.profile)
+    case.tensors(path.inputs)
+    opened = open_device(device or default_devices()[0])
+    _console.print(f"{path.id} on {opened.name}, profile {case.profile}\n{case.describe()}", markup=False)
+    try:
+        with opened.activate():
+            result = run_case(path, case, contract, opened)
+    except DeviceError as error:
+        print(f"moe-numerics: could not run: {error}", file=sys.stderr)
+        raise SystemExit(EXIT_LOST if isinstance(error, DeviceLost) else 3) from None
+    if result.fault:
+        _console.print(f"fault: {result.fault}", markup=False)
+    for finding in result.findings:
+        _console.print(_finding_line(finding), markup=False)
+    raise SystemExit(0 if result.passed else 1)
+
+
+def _finding_line(finding: Finding) -> str:
+    line = f"{finding.output}: {finding.bit_equal:,} of {finding.elements:,} bit-equal"
+    if finding.explained:
+        line += f", {finding.explained:,} explained"
+    if finding.unexplained:
+        line += f", {finding.unexplained:,} unexplained"
+    first = finding.first_mismatch
+    if first is not None:
+        where = ", ".join(f"{name} {value}" for name, value in first["coordinates"].items())
+        line += (
+            f"; first at {where}: expected {first['expected']} ({first['expected_bits']}), "
+            f"got {first['got']} ({first['got_bits']})"
+        )
+    return line
+
+
+@app.command()
+def diff(
+    old: Annotated[FilePath, typer.Argument(metavar="OLD.json")],
+    new: Annotated[FilePath, typer.Argument(metavar="NEW.json")],
+) -> None:
+    """Say what changed between two reports."""
+    from moe_numerics.report.diff import diff_reports, render
+    from moe_numerics.report.json_report import load
+
+    print(render(diff_reports(load(old), load(new))))
