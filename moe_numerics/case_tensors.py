@@ -19,7 +19,7 @@ def fill(case: Case, spec: TensorSpec) -> NDArray[Any]:
 
     Raises CaseError for a kind that the tensor cannot have and for edits outside it.
     """
-    item = _values(case, spec)
+    item = case.values.get(spec.name) or case.default_values(spec)
     is_prob = spec.kind == "prob"
     one_of(f"values.{spec.name}.kind", item.kind, tuple(values.PROB_KINDS if is_prob else values.KINDS))
     parts, hidden = (1, 1) if is_prob else (spec.columns, case.hidden)
@@ -55,12 +55,6 @@ def window_edits(case: Case, spec: TensorSpec, item: Values, limit: int) -> list
         case.physical_column(p, c, parts) for c in range(column, column_end) for p in range(part, part_end)
     ]
     return [(int(r), c, int(bits[r, c])) for r in rows for c in physical]
-
-
-def _values(case: Case, spec: TensorSpec) -> Values:
-    from moe_numerics.cases import Values
-
-    return case.values.get(spec.name) or Values("router" if spec.kind == "prob" else "gaussian", case.seed)
 
 
 def _owned(case: Case, spec: TensorSpec, item: Values, parts: int, hidden: int) -> NDArray[Any]:

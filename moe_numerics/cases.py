@@ -267,6 +267,16 @@ class Case:
         block = self.column_block
         return (column // block) * block * parts + part * block + column % block
 
+    def logical_column(self, physical: int, parts: int) -> tuple[int, int]:
+        """(part, column) of a column of a `parts` * hidden wide tensor: the inverse of `physical_column`."""
+        group, within = divmod(physical, self.column_block * parts)
+        part, column = divmod(within, self.column_block)
+        return part, group * self.column_block + column
+
+    def default_values(self, spec: TensorSpec) -> Values:
+        """What an input holds that `values` does not name: gaussian, or a router's probabilities."""
+        return Values("router" if spec.kind == "prob" else "gaussian", self.seed)
+
     def replace(self, **changes: Any) -> Case:
         """A copy with some fields changed; raises CaseError like the constructor."""
         return dataclasses.replace(self, **changes)
@@ -385,7 +395,9 @@ class Case:
             parts.append(f"{self.tokens} tokens in {len(used)} experts, at most {max(self.counts)}")
         for name, item in self.values.items():
             if item.kind not in ("plain", "ones"):
-                parts.append(f"{name} is {item.kind}, seed {item.seed}")
+                parts.append(f"{name} is {item.kind}, seed {item.seed}" + _extra(item))
+            elif item.exponent:
+                parts.append(f"{name} is {2.0**item.exponent}")
             for row, column, bits in item.edits[:8]:
                 place = self.locate(row)
                 where = f"row {row} (padding)" if place is None else f"expert {place[0]} token {place[1]}"
@@ -442,6 +454,14 @@ def gauntlet_case(
         seed=seed,
         padding_fill="nan",
     )
+
+
+def _extra(item: Values) -> str:
+    text = f" times 2**{item.exponent}" if item.exponent else ""
+    if item.window is not None:
+        row, row_end, column, column_end = item.window[:4]
+        text += f" in rows {row} to {row_end - 1}, columns {column} to {column_end - 1}"
+    return text
 
 
 def _values_from_json(name: str, data: object) -> Values:

@@ -153,7 +153,7 @@ class VirtualDevice:
             raise KernelFault(str(error)) from error
         finally:
             for tensor in (*tensors.values(), *outputs.values()):
-                gpu.release(tensor)
+                gpu.forget(tensor)
         if len(gpu.findings) > seen:
             raise KernelFault("; ".join(str(finding) for finding in gpu.findings[seen : seen + 3]))
         return Outcome(outputs, _described(compiled))

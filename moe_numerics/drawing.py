@@ -12,14 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from moe_numerics import values
-from moe_numerics.case_tensors import window_edits
-from moe_numerics.cases import PADDING_FILLS, Case, Edit, Option, TensorSpec, Values, Window
+from moe_numerics.cases import PADDING_FILLS, Case, Edit, Option, TensorSpec, Values
 from moe_numerics.checked import FrozenMapping, integer
-from moe_numerics.reducing import PLAIN_KINDS, is_plain, without_empty_experts, without_plain_tokens
+from moe_numerics.reducing import (
+    EXTRACTED,
+    PLAIN_KINDS,
+    extent,
+    is_plain,
+    windowed,
+    without_empty_experts,
+    without_plain_tokens,
+)
 from moe_numerics.token_counts import DRAWN_SHAPES, SeededSource, Source, at_most, draw_counts, one_of
-
-EXTRACTED = 8
-"""Most elements of a window that become edits."""
 
 EDIT_BITS = (
     0x0000, 0x8000, 0x3F80, 0xBF80, 0x0001, 0x007F, 0x0080, 0x0460, 0x0461, 0x40E0, 0xC0E0, 0x43E0,
@@ -177,26 +181,14 @@ def _windowed(source: Source, case: Case, spec: TensorSpec, item: Values) -> Val
     The ends shrink first, to the first element that matters, and then the sizes. How many integers are drawn
     does not depend on them: what a later integer means must not change while an earlier one shrinks.
     """
-    is_prob = spec.kind == "prob"
-    plain = Values("ones" if is_prob else "plain")
-    sizes = (case.tokens, 1 if is_prob else case.hidden, 1 if is_prob else spec.columns)
+    sizes = extent(case, spec)
     ends = [at_most(source, size) for size in sizes]
     starts = [end - at_most(source, end) for end in ends]
-    if item.kind == plain.kind:
+    if item.kind in PLAIN_KINDS or (
+        not any(starts) and tuple(ends) == sizes and math.prod(sizes) > EXTRACTED
+    ):
         return item
-    if not any(starts) and tuple(ends) == sizes and math.prod(sizes) > EXTRACTED:
-        return item
-    if any(start == end for start, end in zip(starts, ends, strict=True)):
-        return plain
-    rows = case.valid_rows()
-    row, row_end = int(rows[starts[0]]), int(rows[ends[0] - 1]) + 1
-    window = Window(row, row_end, starts[1], ends[1], starts[2], ends[2])
-    windowed = Values(item.kind, item.seed, item.exponent, window)
-    edits = window_edits(case, spec, windowed, EXTRACTED)
-    if edits is None:
-        return windowed
-    one = int(values.to_dtype(values.PLAIN.reshape(1), spec.dtype)[0])
-    return replace(plain, edits=tuple(Edit(*edit) for edit in edits if edit[2] != one))
+    return windowed(case, spec, item, starts, ends)
 
 
 def _edited(source: Source, space: Space, case: Case, spec: TensorSpec, item: Values) -> Values:

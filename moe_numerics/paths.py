@@ -18,7 +18,7 @@ from moe_numerics.contract import ALIASES, PROFILES, profile
 from moe_numerics.drawing import Space
 from moe_numerics.findings import Grade
 from moe_numerics.reference import elementwise, mxfp8
-from moe_numerics.reference.activations import ACTIVATIONS, CLAMPED_SWIGLU_PRESETS, Activation, UnaryActivation
+from moe_numerics.reference.activations import ACTIVATIONS, CLAMPED_SWIGLU_PRESETS, Activation
 from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.formats import E4M3, E5M2, FloatFormat
 from moe_numerics.reference.ragged import Experts
@@ -150,8 +150,9 @@ class _Forward:
     element: FloatFormat | None
 
     @property
-    def inputs(self) -> int:
-        return 1 if isinstance(self.activation, UnaryActivation) else 2
+    def source(self) -> str:
+        """Name of the tensor that holds the activation's inputs."""
+        return "x" if self.activation.inputs == 1 else "gate_up"
 
     def shapes(self, case: Case) -> Shapes:
         return elementwise.output_shapes(
@@ -169,7 +170,7 @@ class _Forward:
 
     def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
         return elementwise.activation_forward(
-            tensors["gate_up" if self.inputs == 2 else "x"],
+            tensors[self.source],
             tensors["offsets"],
             **_ragged(case, tensors),
             **self._options(case, contract),  # type: ignore[arg-type]
@@ -179,7 +180,7 @@ class _Forward:
         from moe_numerics.fused.elementwise import activation_forward
 
         activation_forward(
-            tensors["gate_up" if self.inputs == 2 else "x"],
+            tensors[self.source],
             tensors["offsets"],
             **_ragged(case, tensors),
             **self._options(case, contract),  # type: ignore[arg-type]
@@ -194,7 +195,7 @@ class _Backward(_Forward):
             case.capacity,
             case.hidden,
             len(case.counts),
-            self.inputs,
+            self.activation.inputs,
             self.element is not None,
             case.alignment,
             case.prob,
@@ -203,7 +204,7 @@ class _Backward(_Forward):
     def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
         return elementwise.activation_backward(
             tensors["grad"],
-            tensors["gate_up" if self.inputs == 2 else "x"],
+            tensors[self.source],
             tensors["offsets"],
             **_ragged(case, tensors),
             **self._options(case, contract),  # type: ignore[arg-type]
@@ -214,7 +215,7 @@ class _Backward(_Forward):
 
         activation_backward(
             tensors["grad"],
-            tensors["gate_up" if self.inputs == 2 else "x"],
+            tensors[self.source],
             tensors["offsets"],
             **_ragged(case, tensors),
             **self._options(case, contract),  # type: ignore[arg-type]
@@ -273,7 +274,7 @@ _QUANTISE_PROFILES: dict[str, Grade] = {name: "exact" for name in PROFILES}
 
 
 def _activation_paths(name: str, activation: Activation, variant: str = "") -> list[Path]:
-    unary = isinstance(activation, UnaryActivation)
+    unary = activation.inputs == 1
     source = TensorSpec("x") if unary else TensorSpec("gate_up", columns=2)
     columns = "hidden" if unary else "2 * hidden"
     layouts = ("halves",) if unary else _LAYOUTS

@@ -1,29 +1,68 @@
-"""Smaller cases from a case: fewer experts and tokens, with the edits of those that stay."""
+"""Smaller cases from a case: fewer experts, tokens and columns, with the edits of those that stay."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from moe_numerics.cases import Case, Edit, Values
+from moe_numerics import values
+from moe_numerics.case_tensors import window_edits
+from moe_numerics.cases import Case, Edit, TensorSpec, Values, Window
+
+EXTRACTED = 8
+"""Most elements of a window that become edits."""
 
 PLAIN_KINDS = ("plain", "ones")
 """Kinds whose elements are all the same, whatever their expert and row."""
 
 
+def plain_values(spec: TensorSpec) -> Values:
+    """The simplest values of an input."""
+    return Values("ones" if spec.kind == "prob" else "plain")
+
+
 def is_plain(case: Case) -> bool:
-    """Whether every tensor that the case names holds 1.0 but for edits."""
+    """Whether every tensor that the case names is all the same but for edits."""
     return all(item.window is None and item.kind in PLAIN_KINDS for item in case.values.values())
 
 
-def keep(case: Case, tokens: Sequence[Sequence[int] | None]) -> Case:
+def extent(case: Case, spec: TensorSpec) -> tuple[int, int, int]:
+    """Tokens, columns and parts of an input of values or probabilities."""
+    return (case.tokens, 1, 1) if spec.kind == "prob" else (case.tokens, case.hidden, spec.columns)
+
+
+def windowed(
+    case: Case, spec: TensorSpec, item: Values, starts: Sequence[int], ends: Sequence[int]
+) -> Values:
+    """The item inside a box of (tokens, columns, parts) and 1.0 outside; as edits, if the box is small.
+
+    Tokens count valid rows from the start of the buffer. Edits of the item stay.
+    """
+    plain = plain_values(spec)
+    if any(start >= end for start, end in zip(starts, ends, strict=True)):
+        return replace(plain, edits=item.edits)
+    rows = case.valid_rows()
+    row, row_end = int(rows[starts[0]]), int(rows[ends[0] - 1]) + 1
+    inside = replace(item, window=Window(row, row_end, starts[1], ends[1], starts[2], ends[2]))
+    found = window_edits(case, spec, inside, EXTRACTED)
+    if found is None:
+        return inside
+    one = int(values.to_dtype(values.PLAIN.reshape(1), spec.dtype)[0])
+    edits = {(edit.row, edit.column): edit for edit in item.edits}
+    edits |= {(row, column): Edit(row, column, bits) for row, column, bits in found if bits != one}
+    return replace(plain, edits=tuple(edits.values()))
+
+
+def keep(case: Case, tokens: Sequence[Sequence[int] | None], **changes: Any) -> Case:
     """The case in which expert e has only the tokens tokens[e], rows in the expert; None drops the expert.
 
+    changes: other fields of the case that decide where rows lie, such as `alignment`.
     Edits and windows move with their rows and go with them. Seeded values follow the new expert and row.
     Raises CaseError if no expert is left, or for counts that the alignment does not allow.
     """
     kept = [(start, rows) for start, rows in zip(case.offsets, tokens, strict=False) if rows is not None]
-    smaller = case.replace(counts=tuple(len(rows) for _, rows in kept), values={})
+    smaller = case.replace(counts=tuple(len(rows) for _, rows in kept), values={}, **changes)
     old = [start + row for start, rows in kept for row in rows]
     moved = dict(zip(old, smaller.valid_rows().tolist(), strict=True))
     return smaller.replace(values={name: _move(item, moved) for name, item in case.values.items()})
@@ -39,15 +78,20 @@ def _move(item: Values, moved: Mapping[int, int]) -> Values:
 
 
 def without_empty_experts(case: Case) -> Case:
-    """The case without experts that have no token; the same case if none has one."""
+    """The case without experts that have no token; the same case if no expert has one."""
     if not any(case.counts):
         return case
     return keep(case, [range(count) if count else None for count in case.counts])
 
 
 def without_plain_tokens(case: Case) -> Case:
-    """The case without tokens that no edit touches, but for as many as each expert's alignment asks for."""
+    """The case without tokens that no edit touches, but for as many as each expert's alignment asks for.
+
+    The same case if there are no edits: then nothing says which tokens matter.
+    """
     touched = {row for item in case.values.values() for row, _, _ in item.edits}
+    if not touched:
+        return case
     multiple = 1 if case.padded else case.alignment
     tokens = []
     for start, count in zip(case.offsets, case.counts, strict=False):
@@ -56,3 +100,27 @@ def without_plain_tokens(case: Case) -> Case:
         number = min(count, -(-max(len(own), 1) // multiple) * multiple)
         tokens.append(sorted(own + others[: number - len(own)]))
     return keep(case, tokens)
+
+
+def narrower(case: Case, inputs: Sequence[TensorSpec], hidden: int, layout: str) -> Case:
+    """The case with other columns: edits keep their part and column, or go if that is past `hidden`.
+
+    Raises CaseError if the layout does not allow the hidden size.
+    """
+    smaller = case.replace(hidden=hidden, layout=layout, values={})
+    parts = {spec.name: spec.columns for spec in inputs if spec.kind == "values"}
+    changed = {}
+    for name, item in case.values.items():
+        if name in parts:
+            edits = []
+            for row, physical, bits in item.edits:
+                part, column = case.logical_column(physical, parts[name])
+                if column < hidden:
+                    edits.append(Edit(row, smaller.physical_column(part, column, parts[name]), bits))
+            window = item.window
+            if window is not None:
+                start, end = min(window.column, hidden), min(window.column_end, hidden)
+                window = window._replace(column=start, column_end=end)
+            item = replace(item, window=window, edits=tuple(edits))
+        changed[name] = item
+    return smaller.replace(values=changed)

@@ -31,8 +31,8 @@ NASTY = (
     0x7F80,
     0xFF80,
     0x7FC0,
-    0xFFC0,
-    0x7F81,
+    0xFFC1,
+    0x7FA5,
 )
 
 
@@ -70,12 +70,15 @@ def position(pattern: int) -> int:
     return pattern if pattern < 0x8000 else -1 - (pattern - 0x8000)
 
 
-@given(drawn=outputs(), width=st.sampled_from((0.0, 2.0**-8, 0.5, math.inf)))
+@given(
+    drawn=outputs(),
+    width=st.sampled_from((0.0, 2.0**-8, 0.5, math.inf)),
+    fill=st.sampled_from((0x7FA5, 0xFFC1, 0x0000)),
+)
 def test_counts_agree_with_a_comparison_element_by_element(
-    drawn: dict[str, list[list[int]]], width: float
+    drawn: dict[str, list[list[int]]], width: float, fill: int
 ) -> None:
     """Would catch a miscounted mismatch, NaN, zero, padding element or bound in the vectorised comparison."""
-    fill = 0x7FA5
     (owned,), (experts,) = drawn["owned"], drawn["experts"]
     rows, columns = len(owned), len(drawn["expected"][0]) if drawn["expected"] else 1
     expected, got = bfloat16(drawn["expected"]), bfloat16(drawn["got"])
@@ -378,6 +381,17 @@ def test_a_packed_output_owns_both_elements_of_a_byte() -> None:
     assert finding.first_mismatch is not None
     assert finding.first_mismatch["coordinates"] == {"row": 2, "column": 2}
     assert (finding.first_mismatch["expected_bits"], finding.first_mismatch["got_bits"]) == ("0x5", "0x6")
+    # Both nibbles of bytes 0 and 3 differ, and nothing else is the path's.
+    got[0] = torch.tensor([0x12, 0xA5, 0xA5, 0x12], dtype=torch.uint8)
+    finding = compare_output(
+        "codes",
+        expected[:1],
+        got[:1],
+        format="E2M1x2",
+        owned=torch.tensor([[True, False, False, True]]),
+        fill=0xA5,
+    )
+    assert (finding.elements, finding.bit_equal, finding.unexplained, finding.outside) == (4, 0, 4, 0)
 
 
 def test_bits_above_a_narrow_code_are_a_mismatch() -> None:

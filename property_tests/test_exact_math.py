@@ -268,7 +268,7 @@ def relative_error_of_short_exp(y: torch.Tensor) -> torch.Tensor:
 
 
 def test_sigmoid_is_inside_its_error_bound_for_float32_inputs() -> None:
-    """A coefficient wrong in its 20th bit, or k * ln(2) left unrounded, exceeds it."""
+    """A leading coefficient wrong in its 20th bit, or a coarser ln(2), exceeds it."""
     x = every_and_between()
     x = x[x.isfinite()]
     exact = oracle.sigmoid(x.double())

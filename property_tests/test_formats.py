@@ -1,13 +1,14 @@
-"""Narrow float formats: exhaustive over codes and over bfloat16, exact between, equal to two independent libraries.
+"""Narrow float formats: exhaustive over codes and over bfloat16, exact between, equal to two independent
+libraries.
 
-Rounding is checked against the definition in rational arithmetic (the two neighbours of a value and its distance to
-each), so a fault in the integer arithmetic (a lost sticky bit, a tie to the wrong side, a double rounding, a carry that
+Rounding is checked against its definition (the two neighbours of a value and the midpoint between them), so a
+fault in the integer arithmetic (a lost sticky bit, a tie to the wrong side, a double rounding, a carry that
 does not reach the exponent) shows as a wrong neighbour.
 """
 
 from __future__ import annotations
 
-import bisect
+import itertools
 import math
 from fractions import Fraction
 
@@ -65,38 +66,43 @@ def all_bfloat16() -> torch.Tensor:
     return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
 
 
-def finite_magnitudes(element: FloatFormat) -> list[Fraction]:
-    return [Fraction(element.value(code)) for code in range(element.max_code + 1)]
+def finite_magnitudes(element: FloatFormat) -> list[float]:
+    return [element.value(code) for code in range(element.max_code + 1)]
 
 
-def encode_by_definition(element: FloatFormat, value: float, rounding: str) -> int:
-    """The code of a finite value by its neighbours, saturating; the independent definition the tests compare to."""
-    grid = finite_magnitudes(element)
-    magnitude, negative = abs(Fraction(value)), math.copysign(1.0, value) < 0
-    above = bisect.bisect_left(grid, magnitude)
-    if above == len(grid):
-        code = len(grid) - 1
-    elif grid[above] == magnitude or above == 0:
-        code = above
-    else:
-        below = above - 1
-        down, up = magnitude - grid[below], grid[above] - magnitude
+def encode_by_definition(element: FloatFormat, values: list[float], rounding: str) -> list[int]:
+    """Codes of finite values by their neighbours, saturating: the independent definition the tests compare
+    to.
+
+    Only comparisons of doubles are made, with codes and with midpoints that doubles hold exactly.
+    """
+    grid = np.array(finite_magnitudes(element))
+    signed = np.array(values, dtype=np.float64)
+    magnitude, negative = np.abs(signed), np.signbit(signed)
+    above = np.searchsorted(grid, magnitude).clip(max=len(grid) - 1)
+    below = np.where(grid[above] <= magnitude, above, (above - 1).clip(min=0))
+    middle = (grid[below] + grid[above]) / 2
+    if rounding in ("nearest_even", "nearest_away"):
+        to_below = magnitude < middle
         if rounding == "nearest_even":
-            code = below if down < up or (down == up and below % 2 == 0) else above
-        elif rounding == "nearest_away":
-            code = below if down < up else above
-        elif rounding == "toward_zero":
-            code = below
-        else:
-            code = above if (rounding == "up") != negative else below
-    if negative and element.signed and not (element.specials == "fnuz" and code == 0):
-        code |= element.sign_mask
-    return code
+            to_below |= (magnitude == middle) & (below % 2 == 0)
+    elif rounding == "toward_zero":
+        to_below = np.ones(len(grid[above]), dtype=bool)
+    else:
+        to_below = negative == (rounding == "up")
+    # What lies below the lowest code of a format without zero goes to that code.
+    codes = np.where(
+        (grid[above] <= magnitude) | (magnitude <= grid[0]), above, np.where(to_below, below, above)
+    )
+    keeps_sign = negative & element.signed & ~((element.specials == "fnuz") & (codes == 0))
+    return (codes | np.where(keeps_sign, element.sign_mask, 0)).tolist()
 
 
 @by_name
 def test_decode_then_encode_is_the_identity(element: FloatFormat) -> None:
-    """Every code but a second NaN comes back from every rounding; finds a codec that loses subnormals (B16)."""
+    """Every code but a second NaN comes back from every rounding; finds a codec that loses subnormals
+    (B16).
+    """
     codes = all_codes(element)
     values = element.decode(codes, torch.float64)
     finite = torch.isfinite(values)
@@ -105,14 +111,15 @@ def test_decode_then_encode_is_the_identity(element: FloatFormat) -> None:
     if element.inf_code is not None:
         infinite = torch.isinf(values)
         assert torch.equal(element.encode(values[infinite], overflow="nonfinite"), codes[infinite])
-    assert bool((element.encode(values[values.isnan()], overflow="saturate") == element.nan_code).all())
+    if element.nan_code is not None:
+        assert bool((element.encode(values[values.isnan()]) == element.nan_code).all())
 
 
 @by_name
 def test_codes_of_finite_values_are_monotone(element: FloatFormat) -> None:
     """Values increase with the code; finds a wrong bias or a gap between subnormals and normals."""
     values = [element.value(code) for code in range(element.max_code + 1)]
-    assert all(low < high for low, high in zip(values, values[1:], strict=False))
+    assert all(low < high for low, high in itertools.pairwise(values))
     assert values[-1] == element.max_value
     if element.has_zero:
         assert values[0] == 0
@@ -153,15 +160,15 @@ def test_properties_are_those_of_the_specification(
 @signed_by_name
 @pytest.mark.parametrize("rounding", DIRECTED)
 def test_every_bfloat16_rounds_by_definition(element: FloatFormat, rounding: str) -> None:
-    """All 65,536 bfloat16 inputs in every rounding; finds ties to the wrong side (B15) and lost signs (B43)."""
+    """All 65,536 bfloat16 inputs in every rounding; finds ties to the wrong side (B15) and lost signs
+    (B43).
+    """
     x = all_bfloat16()
     finite = torch.isfinite(x)
     values = x[finite].to(torch.float64)
     got = element.encode(x[finite], rounding)
-    expected = torch.tensor(
-        [encode_by_definition(element, value, rounding) for value in values.tolist()], dtype=torch.uint8
-    )
-    assert torch.equal(got, expected)
+    expected = encode_by_definition(element, values.tolist(), rounding)
+    assert torch.equal(got, torch.tensor(expected, dtype=torch.uint8))
 
 
 @signed_by_name
@@ -178,7 +185,7 @@ def test_every_source_type_gives_the_same_codes(element: FloatFormat) -> None:
 def neighbourhood(element: FloatFormat) -> st.SearchStrategy[float]:
     """Doubles at, just below and just above codes and midpoints, where roundings change."""
     grid = [element.value(code) for code in range(element.max_code + 1)]
-    points = sorted({*grid, *((a + b) / 2 for a, b in zip(grid, grid[1:], strict=False)), 0.0})
+    points = sorted({*grid, *((a + b) / 2 for a, b in itertools.pairwise(grid)), 0.0})
 
     def move(point: float, steps: int) -> float:
         for _ in range(abs(steps)):
@@ -193,11 +200,13 @@ def neighbourhood(element: FloatFormat) -> st.SearchStrategy[float]:
 @signed_by_name
 @given(data=st.data())
 def test_float64_is_rounded_once(element: FloatFormat, data: st.DataObject) -> None:
-    """A double within one part in 2**52 of a tie goes to its side; a trip through float32 would lose it (B18)."""
+    """A double within one part in 2**52 of a tie goes to its side; a trip through float32 would lose it
+    (B18).
+    """
     values = data.draw(st.lists(neighbourhood(element), min_size=1, max_size=20))
     rounding = data.draw(st.sampled_from(DIRECTED))
     got = element.encode(torch.tensor(values, dtype=torch.float64), rounding).tolist()
-    assert got == [encode_by_definition(element, value, rounding) for value in values]
+    assert got == encode_by_definition(element, values, rounding)
 
 
 @given(
@@ -205,13 +214,17 @@ def test_float64_is_rounded_once(element: FloatFormat, data: st.DataObject) -> N
     rounding=st.sampled_from(DIRECTED),
 )
 def test_e8m0_rounds_by_definition(values: list[float], rounding: str) -> None:
-    """Powers of two on exponent bits, float32 subnormals included; finds log2 and exp2 in the way (B02, B03)."""
+    """Powers of two on exponent bits, float32 subnormals included; finds log2 and exp2 in the way (B02,
+    B03).
+    """
     got = E8M0.encode(torch.tensor(values, dtype=torch.float32), rounding).tolist()
-    assert got == [encode_by_definition(E8M0, value, rounding) for value in values]
+    assert got == encode_by_definition(E8M0, values, rounding)
 
 
 def test_e8m0_specials() -> None:
-    """0 and what lies below 2**-127 give code 0, Inf saturates to 254, NaN is 255, a negative is refused (B02)."""
+    """0 and what lies below 2**-127 give code 0, Inf saturates to 254, NaN is 255, a negative is refused
+    (B02).
+    """
     x = torch.tensor([0.0, -0.0, 2.0**-149, 2.0**-127, 1.25 * 2.0**-127, math.inf, math.nan, 2.0**127])
     assert E8M0.encode(x, "up").tolist() == [0, 0, 0, 0, 1, 254, 255, 254]
     assert E8M0.encode(x, "nearest_even").tolist() == [0, 0, 0, 0, 0, 254, 255, 254]
@@ -225,7 +238,9 @@ def test_e8m0_specials() -> None:
 
 @signed_by_name
 def test_specials_saturate_or_become_nonfinite(element: FloatFormat) -> None:
-    """Inf, NaN, overflow and -0 in both overflow modes and all roundings; finds Inf - Inf style leaks and lost signs."""
+    """Inf, NaN, overflow and -0 in both overflow modes and all roundings; finds Inf - Inf style leaks and
+    lost signs.
+    """
     over = element.max_value * 1.5
     x = torch.tensor([math.inf, -math.inf, over, -over, math.nan, -math.nan, 0.0, -0.0], dtype=torch.float64)
     top, sign = element.max_code, element.sign_mask
@@ -253,17 +268,20 @@ def test_specials_saturate_or_become_nonfinite(element: FloatFormat) -> None:
 @signed_by_name
 @given(data=st.data())
 def test_stochastic_rounding_follows_its_definition(element: FloatFormat, data: st.DataObject) -> None:
-    """Up exactly where floor(f * 2**n) + r reaches 2**n; finds a shifted fraction and a stuck or biased threshold."""
+    """Up exactly where floor(f * 2**n) + r reaches 2**n; finds a shifted fraction and a stuck or biased
+    threshold.
+    """
     width = data.draw(st.sampled_from([1, 8, 16, 32]))
     values = data.draw(st.lists(neighbourhood(element), min_size=1, max_size=10))
     draws = data.draw(st.lists(st.integers(0, 2**width - 1), min_size=len(values), max_size=len(values)))
     grid = finite_magnitudes(element)
     expected = []
     for value, random in zip(values, draws, strict=True):
-        low = encode_by_definition(element, value, "toward_zero")
+        low = encode_by_definition(element, [value], "toward_zero")[0]
         code = low & ~element.sign_mask
         if code < element.max_code and not (element.specials == "fnuz" and low == element.sign_mask):
-            part = (abs(Fraction(value)) - grid[code]) / (grid[code + 1] - grid[code])
+            below, above = Fraction(grid[code]), Fraction(grid[code + 1])
+            part = (abs(Fraction(value)) - below) / (above - below)
             code += math.floor(part * 2**width) + random >= 2**width
         negative = math.copysign(1.0, value) < 0 and not (element.specials == "fnuz" and code == 0)
         expected.append(code | (element.sign_mask if negative else 0))
@@ -277,7 +295,9 @@ def test_stochastic_rounding_follows_its_definition(element: FloatFormat, data: 
 
 
 def test_large_tensors_are_encoded_as_small_ones() -> None:
-    """The chunked path of large CPU tensors equals the plain one; finds a chunk that is skipped or shifted."""
+    """The chunked path of large CPU tensors equals the plain one; finds a chunk that is skipped or
+    shifted.
+    """
     x = torch.linspace(-500, 500, 100_003)
     bits = torch.arange(len(x)) % 256
     assert torch.equal(E4M3.encode(x), torch.cat([E4M3.encode(part) for part in x.split(1000)]))
@@ -302,8 +322,9 @@ def test_ml_dtypes_decodes_the_same(element: FloatFormat) -> None:
 def test_ml_dtypes_rounds_the_same(element: FloatFormat) -> None:
     """All bfloat16 inputs to nearest even against ml_dtypes.
 
-    The differences, each with its reason: ml_dtypes keeps the sign of NaN (and of an overflow to NaN) where PTX
-    conversions give 0x7F; its E2M1 turns NaN into -0 or 0 by its own choice, where `cvt.satfinite` gives +6.
+    The differences, each with its reason: ml_dtypes keeps the sign of NaN (and of an overflow to NaN) where
+    PTX conversions give 0x7F; its E2M1 turns NaN into -0 or 0 by its own choice, where `cvt.satfinite` gives
+    +6.
     """
     x = all_bfloat16().to(torch.float32)
     overflow = "saturate" if element.specials == "none" else "nonfinite"
@@ -321,17 +342,18 @@ def test_ml_dtypes_rounds_the_same(element: FloatFormat) -> None:
 
 
 def test_ml_dtypes_e8m0_differs_only_where_known() -> None:
-    """ml_dtypes rounds E8M0 to nearest; differences: 0, what is below 2**-127, and overflow become NaN there."""
+    """ml_dtypes also rounds E8M0 to nearest; what differs is written out."""
     x = torch.tensor(
         [0.0, 2.0**-149, 2.0**-128, 2.0**-127, 1.25 * 2.0**-127, 1.5, 3.0, 2.0**127, 1.5 * 2.0**127]
     )
     theirs = x.numpy().astype(ml_dtypes.float8_e8m0fnu).view(np.uint8).tolist()
     ours = E8M0.encode(x, overflow="nonfinite").tolist()
     differing = {float(value): (a, b) for value, a, b in zip(x, ours, theirs, strict=True) if a != b}
-    assert differing == KNOWN_E8M0_DIFFERENCES
+    assert differing == {
+        0.0: (0, 255),  # E8M0 has no zero: NaN there, the smallest scale here and in PTX
+        1.25 * 2.0**-127: (0, 1),  # a float32 subnormal above 2**-127 always goes up there
+    }
 
-
-KNOWN_E8M0_DIFFERENCES: dict[float, tuple[int, int]] = {}
 
 GFLOAT_ROUNDINGS = {
     "nearest_even": gfloat.RoundMode.TiesToEven,
@@ -387,7 +409,9 @@ def test_decoding_into_another_dtype_is_exact_or_refused(element: FloatFormat) -
 
 
 def test_bad_arguments_name_the_value_and_the_rule() -> None:
-    """Wrong dtypes, unknown modes and codes of another format are refused rather than reinterpreted (B27, B44)."""
+    """Wrong dtypes, unknown modes and codes of another format are refused rather than reinterpreted (B27,
+    B44).
+    """
     x = torch.ones(3)
     for call, message in (
         (lambda: E4M3.encode(x.to(torch.int32)), "x has dtype torch.int32"),

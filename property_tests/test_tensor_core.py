@@ -1,7 +1,7 @@
 """Tensor-core products: an independent scalar model, chains, tiles, special values, bounds, bad input.
 
-`scalar_chain` evaluates the model of tensor_core_models.py in rational numbers, one output at a time; it shares
-no arithmetic with the reference.
+`scalar_chain` evaluates the model of tensor_core_models.py in rational numbers, one output at a time; it
+shares no arithmetic with the reference.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def draw_operand(name: str, shape: tuple[int, ...], spread: str, generator: torch.Generator) -> torch.Tensor:
-    """Values of a format: all bit patterns, finite ones, ones near 1, near the bottom of the range, or sparse."""
+    """Values of a format: any bit patterns, or finite ones near 1, near the least, or sparse."""
     if name == "tf32":
         raw = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32).view(torch.float32)
     elif name in WIDE:
         raw = torch.randint(-(2**15), 2**15, shape, generator=generator).to(torch.int16).view(WIDE[name])
     else:
         codes = torch.randint(0, OPERANDS[name].n_codes, shape, generator=generator).to(torch.uint8)
-        if spread in ("bits", "near", "tiny"):
-            finite = torch.isfinite(OPERANDS[name].decode(codes))
-            return codes if spread == "bits" else torch.where(finite, codes, 0)
-        return torch.where(torch.rand(shape, generator=generator) < 0.2, codes, 0)
+        if spread == "bits":
+            return codes
+        kept = torch.isfinite(OPERANDS[name].decode(codes))
+        if spread == "sparse":
+            kept &= torch.rand(shape, generator=generator) < 0.2
+        return torch.where(kept, codes, 0)
     if spread == "bits":
         return raw
     values = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-8, 9, shape, generator=generator)
@@ -215,9 +217,8 @@ def test_equals_a_scalar_model_in_rational_numbers(name: str, spread: str, seed:
                 assert int(bits(got)[i, j]) == canonical, place
             else:
                 expected = torch.tensor(want, dtype=torch.float64).to(torch.float32).to(got.dtype)
-                assert int(bits(got)[i, j]) == int(bits(expected)), (
-                    f"{place}: {float(got[i, j])!r}, not {want!r}"
-                )
+                found = f"{place}: {float(got[i, j])!r}, not {want!r}"
+                assert int(bits(got)[i, j]) == int(bits(expected)), found
 
 
 @given(names, spreads, seeds)
@@ -268,12 +269,11 @@ def test_k_is_padded_with_zeros(name: str, spread: str, seed: int, k: int) -> No
     assert same_bits(short, case.accumulate())
 
 
-@pytest.mark.parametrize("budget", [1, 7, 300, 1 << 20])
-@given(names, spreads, seeds)
+@given(st.sampled_from([1, 7, 300, 1 << 20]), names, spreads, seeds)
 def test_tiles_do_not_matter(budget: int, name: str, spread: str, seed: int) -> None:
     """Catches a tile that reads another tile's operands, and products folded wrongly at any step size."""
     row = MODELS[name]
-    case = Operands(row, (9, 300, row.group), spread, seed)
+    case = Operands(row, (3, 260, row.group), spread, seed)
     whole = case.accumulate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tensor_core.TILE_ELEMENTS, "cpu", budget)
@@ -288,7 +288,8 @@ def test_a_batch_is_its_instructions(name: str, spread: str, seed: int, shape: t
     for case in cases:
         case.formats = cases[0].formats
         if case.a.dtype == torch.uint8:
-            case.a, case.b = (x & (OPERANDS[f].n_codes - 1) for x, f in zip((case.a, case.b), case.formats))
+            masks = [OPERANDS[fmt].n_codes - 1 for fmt in case.formats]
+            case.a, case.b = case.a & masks[0], case.b & masks[1]
     together = Operands(row, (0, 0, 0), "near", 0)
     together.formats = cases[0].formats
     together.a, together.b, together.c = (
@@ -317,7 +318,7 @@ def test_matmul_is_accumulate_with_b_transposed(name: str, spread: str, seed: in
 
 @given(st.sampled_from([row.name for row in MODELS.values() if row.rounding != "rne_f16"]), seeds)
 def test_restart_adds_chains_in_float32(name: str, seed: int) -> None:
-    """Catches a restart at the wrong K, or a sum of chains that is truncated instead of rounded to nearest."""
+    """Catches a restart at the wrong K, or a sum of chains that is not rounded to nearest."""
     row = MODELS[name]
     every = 2 * row.group
     case = Operands(row, (6, 5, 5 * row.group), "near", seed)
@@ -339,15 +340,15 @@ def test_the_bound_holds_and_is_not_loose(
 ) -> None:
     """Catches a bound that a real chain exceeds, and one that is an order above what a chain can lose."""
     row = MODELS[name]
-    k = 6 * row.group
-    case = Operands(row, (8, 9, k), spread, seed)
+    k = 4 * row.group
+    case = Operands(row, (4, 5, k), spread, seed)
     arguments = case.arguments(case.c if with_c else None)
     restart = {"restart": 2 * row.group} if promoted and row.rounding != "rne_f16" else {}
     left, right = exact_values(case, 0), exact_values(case, 1)
     bound = accumulation_bound(**arguments, **restart)
     got = matmul(**arguments, **restart)
-    for i in range(8):
-        for j in range(9):
+    for i in range(4):
+        for j in range(5):
             if math.isinf(float(bound[i, j])):
                 continue
             exact = sum((x * y for x, y in zip(left[i], right[j], strict=True)), start=Fraction(0))
@@ -357,7 +358,7 @@ def test_the_bound_holds_and_is_not_loose(
     size = accumulation_bound_scale(case, with_c)
     finite = torch.isfinite(bound)
     precision = {"rz_f32": 23, "rz_e8m13": 13, "rne_f16": 11}[row.rounding]
-    loosest = size * (6 * (row.group + 2) * 4 * 2.0**-row.fraction_bits + 13 * 2.0**-precision) + 2.0**-18
+    loosest = size * (4 * (row.group + 2) * 4 * 2.0**-row.fraction_bits + 9 * 2.0**-precision) + 2.0**-18
     assert bool((bound[finite] <= loosest[finite]).all())
 
 
@@ -374,12 +375,8 @@ def exact_values(case: Operands, side: int) -> list[list[Fraction]]:
 
 def accumulation_bound_scale(case: Operands, with_c: bool) -> torch.Tensor:
     """Sum of |a b| and |c|, in float64."""
-    left, right = (
-        torch.tensor(
-            [[float(abs(x)) for x in line] for line in exact_values(case, side)], dtype=torch.float64
-        )
-        for side in (0, 1)
-    )
+    sides = [[[float(abs(x)) for x in line] for line in exact_values(case, side)] for side in (0, 1)]
+    left, right = (torch.tensor(side, dtype=torch.float64) for side in sides)
     return left @ right.t() + (case.c.double().abs() if with_c else 0.0)
 
 

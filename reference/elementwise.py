@@ -157,11 +157,12 @@ def activation_forward(
     experts = Experts.from_offsets(offsets, counts, gate_up.shape[0], alignment)
     function = find_activation(activation)
     inputs = _owned(gate_up, experts)
-    weight = None if prob is None else _owned(prob, experts)
     if isinstance(function, UnaryActivation):
-        values = function.forward(inputs, weight)
+        values = function.forward(inputs)
     else:
-        values = function.forward(*split_gate_up(inputs, layout), weight)
+        values = function.forward(*split_gate_up(inputs, layout))
+    if prob is not None:
+        values = values * _owned(prob, experts).unsqueeze(1)
     return write_values(values, experts, element, contract)
 
 

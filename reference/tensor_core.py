@@ -130,20 +130,21 @@ def accumulation_bound(
         if side.signs is not None:
             undefined = undefined | torch.isinf(side.signs[:, 0]).any(0).unsqueeze(axis)
     zero = torch.zeros(undefined.shape, dtype=torch.float64, device=a.device)
-    total, total_error = (zero if c is None else c.double()), zero
+    total, total_error = _start(row, c, (a.shape[0], b.shape[1]), a.device).double(), zero
     length = left.length
+    limit = 65504.0 if row.rounding == "rne_f16" else (2 - 2.0**-23) * 2.0**127
     for begin in range(0, length, restart or max(length, 1)):
         joins = bool(restart) and (begin > 0 or c is not None)
         partial, error = (zero, zero) if joins else (total, total_error)
         for k in range(begin, min(length, begin + (restart or length)), row.group):
             part = slice(k, k + row.group)
             partial, error = _group_bound(row, left.part(row, part), right.part(row, part), partial, error)
+            undefined |= ~(partial.abs() + error <= limit)
         if joins:
             partial, error = total + partial, total_error + error
             error = error + 2.0**-24 * (partial.abs() + error) + 2.0**-149
         total, total_error = partial, error
-    limit = 65504.0 if row.rounding == "rne_f16" else (2 - 2.0**-23) * 2.0**127
-    undefined = undefined | ~(total.abs() + total_error <= limit)
+        undefined |= ~(total.abs() + total_error <= limit)
     return total_error.masked_fill(undefined, float("inf"))
 
 

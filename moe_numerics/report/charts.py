@@ -16,6 +16,7 @@ _ROW = 22
 _LABEL = 96
 _COUNT = 96
 _MAP_LABEL = 44
+_MAP_ROW = 16
 _SHOWN_EXPERTS = 24
 _MOST_ROWS = 40
 
@@ -38,43 +39,16 @@ def error_bars(output: OutputResult) -> Markup:
 
 
 def mismatch_map(output: OutputResult) -> Markup:
-    """Cells of expert x column, the darker the more mismatches sit there (logarithmic)."""
+    """Cells of expert x column, the stronger the more mismatches sit there (logarithmic)."""
     cells = {(expert, bucket): count for expert, bucket, count in output.mismatch_map}
     if not cells:
         return Markup("")
     rows = map_rows(output)
-    columns = min(max(output.columns, 1), COLUMN_BUCKETS)
-    size = (_WIDTH - _MAP_LABEL) / columns
-    height = 16
-    most = max(cells.values())
-    tone = "bad" if output.unexplained else "calm"
-    parts: list[Markup] = []
-    for number, expert in enumerate(rows):
-        y = number * height
-        name = ("rows" if output.experts == 0 else "none") if expert < 0 else str(expert)
-        parts.append(
-            Markup('<text class="label" x="{}" y="{}" text-anchor="end">{}</text>').format(
-                _MAP_LABEL - 8, y + height - 4, name
-            )
-        )
-        counts = _row_counts(cells, expert, columns, output.columns)
-        for column in range(columns):
-            x = _MAP_LABEL + column * size
-            box = Markup('x="{:.2f}" y="{}" width="{:.2f}" height="{}"').format(
-                x + 0.5, y + 0.5, max(size - 1, 1), height - 1
-            )
-            count = counts.get(column, 0)
-            if not count:
-                parts.append(Markup('<rect class="empty" {}/>').format(box))
-                continue
-            opacity = 0.3 + 0.7 * (math.log1p(count) / math.log1p(most))
-            where = f"{_expert_words(expert)}, {_column_words(column, columns, output.columns)}"
-            parts.append(
-                Markup(
-                    '<rect class="{}" fill-opacity="{:.2f}" {}><title>{}: {:,} mismatches</title></rect>'
-                ).format(tone, opacity, box, where, count)
-            )
-    bottom = len(rows) * height
+    parts = [
+        _map_row(output, expert, _row_counts(cells, expert, output.columns), number * _MAP_ROW)
+        for number, expert in enumerate(rows)
+    ]
+    bottom = len(rows) * _MAP_ROW
     last = max(output.columns - 1, 0)
     parts.append(
         Markup(
@@ -115,16 +89,53 @@ def bit_difference(expected_bits: str, got_bits: str) -> BitDifference:
     return BitDifference(expected, got, tuple(a != b for a, b in zip(expected, got, strict=True)))
 
 
-def _row_counts(
-    cells: Mapping[tuple[int, int], int], expert: int, shown: int, columns: int
-) -> dict[int, int]:
+def _shown_columns(columns: int) -> int:
+    return min(max(columns, 1), COLUMN_BUCKETS)
+
+
+def _row_counts(cells: Mapping[tuple[int, int], int], expert: int, columns: int) -> dict[int, int]:
     """Mismatches of an expert by shown column; a bucket of a narrow output is the column it was made from."""
     counts: dict[int, int] = {}
     for (owner, bucket), count in cells.items():
         if owner == expert:
-            column = bucket if columns >= COLUMN_BUCKETS else (2 * bucket + 1) * shown // (2 * COLUMN_BUCKETS)
+            narrow = (2 * bucket + 1) * _shown_columns(columns) // (2 * COLUMN_BUCKETS)
+            column = bucket if columns >= COLUMN_BUCKETS else narrow
             counts[column] = counts.get(column, 0) + count
     return counts
+
+
+def _map_row(output: OutputResult, expert: int, counts: Mapping[int, int], y: int) -> Markup:
+    """The cells of one expert, on a strip that stands for the columns without mismatches."""
+    shown = _shown_columns(output.columns)
+    size = (_WIDTH - _MAP_LABEL) / shown
+    most = max(count for _, _, count in output.mismatch_map)
+    name = str(expert) if expert >= 0 else "none" if output.experts else "rows"
+    parts = [
+        Markup(
+            '<text class="label" x="{}" y="{}" text-anchor="end">{}</text>'
+            '<rect class="empty" x="{}" y="{}" width="{}" height="{}"/>'
+        ).format(
+            _MAP_LABEL - 8, y + _MAP_ROW - 4, name, _MAP_LABEL, y + 0.5, _WIDTH - _MAP_LABEL, _MAP_ROW - 1
+        )
+    ]
+    for column, count in sorted(counts.items()):
+        where = f"{_expert_words(expert)}, {_column_words(column, shown, output.columns)}"
+        parts.append(
+            Markup(
+                '<rect class="{}" fill-opacity="{:.2f}" x="{:.1f}" y="{}" width="{:.1f}" height="{}">'
+                "<title>{}: {:,} mismatches</title></rect>"
+            ).format(
+                "bad" if output.unexplained else "calm",
+                min(1.0, 0.3 + 0.7 * math.log1p(count) / math.log1p(most)),
+                _MAP_LABEL + column * size + 0.5,
+                y + 0.5,
+                size - 1,
+                _MAP_ROW - 1,
+                where,
+                count,
+            )
+        )
+    return Markup("").join(parts)
 
 
 def _expert_words(expert: int) -> str:

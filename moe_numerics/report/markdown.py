@@ -29,14 +29,20 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    environment.filters["cell"] = _cell
+    environment.filters |= {"cell": _cell, "code": _code}
     text = resources.files("moe_numerics.report").joinpath("report.md.j2").read_text(encoding="utf-8")
     return environment.from_string(text)
+
+
+def _code(text: str) -> str:
+    """Text as a code span of one line, inside a table or not."""
+    line = " ".join(text.split()).replace("`", "'").replace("|", "\\|")
+    return f"`{line}`"
 
 
 def _cell(text: str) -> str:
     """Text that cannot end a table cell or start markup."""
     line = " ".join(text.split())
-    for character in "\\`*_[]<>|":
+    for character in "\\`*[]<>|":
         line = line.replace(character, f"\\{character}")
     return line

@@ -143,4 +143,5 @@ def failure_lines(path: PathResult) -> list[str]:
         mismatch_line(output) or f"{output.name}: {output.unexplained:,} unexplained" for output in failing
     ]
     commands = dict.fromkeys(reproduce_command(path, output) for output in failing)
-    return [*lines, *(f"reproduce: {command}" for command in commands if command)]
+    lines += [f"reproduce: {command}" for command in commands if command]
+    return [" ".join(line.split()) for line in lines]

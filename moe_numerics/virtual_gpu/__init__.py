@@ -5,8 +5,9 @@ with virtual_gpu("sm_90a", schedule="fast") as gpu:
     compiled(a, b, stream)
 """
 
+from . import micro
 from .errors import Finding, VirtualGPUError
 from .gpu import LaunchedPTX, VirtualGPU, active, virtual_gpu
 from .launch import Stats
 
-__all__ = ["Finding", "LaunchedPTX", "Stats", "VirtualGPU", "VirtualGPUError", "active", "virtual_gpu"]
+__all__ = ["Finding", "LaunchedPTX", "Stats", "VirtualGPU", "VirtualGPUError", "active", "micro", "virtual_gpu"]

@@ -98,8 +98,9 @@ def same(b: Lowering, m: Modifiers) -> Step:
 @instruction("cvt .ftz? to=f32 from=f16|bf16")
 def widen(b: Lowering, m: Modifiers) -> Step:
     source = getattr(m, "from")
-    table = decoder(source)
-    return b.alu("f32", (source,), table)
+    if source == "bf16":
+        return b.alu("f32", ("bf16",), lambda x: (x.astype(np.uint32) << np.uint32(16)).view(np.float32))
+    return b.alu("f32", ("f16",), decoder("f16"))
 
 
 @instruction("cvt .f64 from=f32|f16")

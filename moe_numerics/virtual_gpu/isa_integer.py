@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import floats, ptx
-from .lowering import VIEW, Lowering
+from .lowering import VIEW, Lowering, immediate
 from .memory import Array
 from .registry import Index, Modifiers, Step, instruction
 
@@ -561,7 +561,14 @@ def set_value(b: Lowering, m: Modifiers) -> Step:
 
 @instruction("selp type=b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64")
 def selp(b: Lowering, m: Modifiers) -> Step:
-    return b.alu(m.type, (m.type, m.type, "pred"), lambda x, y, p: np.where(p, x, y))
+    # Selecting by arithmetic: np.where takes five times as long on mixed predicates.
+    t = f"b{8 * VIEW[m.type].itemsize}"
+    dtype = VIEW[t]
+    if all(isinstance(o, ptx.Imm) for o in b.operands[1:3]):
+        x, y = (immediate(o, m.type).view(dtype) for o in b.operands[1:3])  # type: ignore[arg-type]
+        p, write = b.full(b.read(b.operands[3], "pred")), b.write(b.operands[0], t)
+        return lambda w, i: write(w, i, np.multiply(x ^ y, p(w, i), dtype=dtype) ^ y)
+    return b.alu(t, (t, t, "pred"), lambda x, y, p: np.multiply(x ^ y, p, dtype=dtype) ^ y)
 
 
 @instruction("slct type=b32|u32|s32|f32|b64|u64|s64|f64 by=s32|f32")

@@ -56,8 +56,14 @@ def immediate(operand: ptx.Imm, kind: str) -> Any:
         return dtype.type(operand.value)
     if kind == "pred":
         return np.bool_(bool(operand.value))
-    value = operand.bits if operand.bits is not None else int(operand.value)
     size = dtype.itemsize
+    if operand.bits is not None:
+        value = operand.bits
+    elif isinstance(operand.value, float):
+        # A decimal float in an untyped place.
+        value = int(np.array(operand.value, np.float32 if size == 4 else np.float64).view(UNSIGNED[4 if size == 4 else 8]))
+    else:
+        value = operand.value
     return UNSIGNED[size].type(value & ((1 << (8 * size)) - 1)).view(dtype)
 
 
