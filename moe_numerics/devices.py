@@ -32,6 +32,7 @@ __all__ = [
     "default_devices",
     "fill_bits",
     "open_device",
+    "same_bytes",
 ]
 
 FILL_BYTE = 0xA5
@@ -79,6 +80,11 @@ class Device(Protocol):
 def fill_bits(dtype: torch.dtype) -> int:
     """Bits of an element of a buffer that nothing has written yet."""
     return int.from_bytes(bytes([FILL_BYTE]) * dtype.itemsize, "little")
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype hold the same bytes."""
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: str, guard: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,7 +211,7 @@ class CudaDevice:
                 if bool((guard != FILL_BYTE).any()):
                     raise KernelFault(f"bytes {where} the buffer of {name} were overwritten")
         for name, tensor in case.tensors(path.inputs, self.name).items():
-            if not torch.equal(tensor.view(torch.uint8), tensors[name].view(torch.uint8)):
+            if not same_bytes(tensor, tensors[name]):
                 raise KernelFault(f"input {name} was overwritten")
         return Outcome({name: inner.cpu() for name, (_, inner) in buffers.items()}, _described(compiled))
 

@@ -103,7 +103,7 @@ def without_plain_tokens(case: Case) -> Case:
 
 
 def narrower(case: Case, inputs: Sequence[TensorSpec], hidden: int, layout: str) -> Case:
-    """The case with other columns: edits keep their part and column, or go if that is past `hidden`.
+    """The case with other columns: edits keep their part, and their column modulo `hidden`.
 
     Raises CaseError if the layout does not allow the hidden size.
     """
@@ -112,15 +112,15 @@ def narrower(case: Case, inputs: Sequence[TensorSpec], hidden: int, layout: str)
     changed = {}
     for name, item in case.values.items():
         if name in parts:
-            edits = []
+            edits = {}
             for row, physical, bits in item.edits:
                 part, column = case.logical_column(physical, parts[name])
-                if column < hidden:
-                    edits.append(Edit(row, smaller.physical_column(part, column, parts[name]), bits))
+                physical = smaller.physical_column(part, column % hidden, parts[name])
+                edits[row, physical] = Edit(row, physical, bits)
             window = item.window
             if window is not None:
                 start, end = min(window.column, hidden), min(window.column_end, hidden)
                 window = window._replace(column=start, column_end=end)
-            item = replace(item, window=window, edits=tuple(edits))
+            item = replace(item, window=window, edits=tuple(edits.values()))
         changed[name] = item
     return smaller.replace(values=changed)

@@ -73,11 +73,8 @@ def _changes(case: Case, inputs: Sequence[TensorSpec], multiple: int) -> Iterato
     everyone = [range(count) for count in case.counts]
     for change in _SIMPLER_ROWS:
         yield partial(keep, case, everyone, **change)
-    rest = {
-        spec.name: case.values[spec.name]
-        for spec in inputs
-        if spec.name in case.values and spec.kind != "prob"
-    }
+    probs = [spec.name for spec in inputs if spec.kind == "prob"]
+    rest = {name: item for name, item in case.values.items() if name not in probs}
     yield partial(case.replace, prob=False, values=rest)
     yield partial(case.replace, padding_fill="zero")
     yield partial(case.replace, offsets_dtype="int32")
@@ -95,21 +92,17 @@ _SIMPLER_ROWS: tuple[dict[str, Any], ...] = (
 
 def _fewer_tokens(case: Case) -> Iterator[Change]:
     counts = case.counts
-    everyone = [range(count) for count in counts]
-    for size in {max(1, len(counts) // 2), 1}:
+    for size in (max(1, len(counts) // 2), 1):
         for first in range(0, len(counts), size):
-            yield partial(
-                keep, case, [None if first <= e < first + size else t for e, t in enumerate(everyone)]
-            )
+            dropped = range(first, first + size)
+            yield partial(keep, case, [None if e in dropped else range(n) for e, n in enumerate(counts)])
     for part in (2, 4):
-        yield partial(keep, case, [tokens[: len(tokens) - len(tokens) // part] for tokens in everyone])
+        yield partial(keep, case, [range(n - n // part) for n in counts])
     least = 1 if case.padded else case.alignment
     for expert, count in enumerate(counts):
         for fewer in (0, count // 2 // least * least, count - least):
             if 0 <= fewer < count:
-                yield partial(
-                    keep, case, [range(fewer) if e == expert else t for e, t in enumerate(everyone)]
-                )
+                yield partial(keep, case, [range(fewer if e == expert else n) for e, n in enumerate(counts)])
 
 
 def _simpler_values(case: Case, spec: TensorSpec) -> Iterator[Change]:

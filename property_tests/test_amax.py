@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from moe_numerics.reference import amax
 from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.ragged import Experts
@@ -85,7 +84,7 @@ def test_bad_arguments_name_the_value_and_the_rule() -> None:
         amax.per_expert(torch.zeros(3, 4), EXPERTS)
     with pytest.raises(ValueError, match="expected two dimensions"):
         amax.per_expert(torch.zeros(3))
-    with pytest.raises(ValueError, match="x has dtype torch.float64"):
+    with pytest.raises(ValueError, match=r"x has dtype torch\.float64"):
         amax.per_tensor(torch.zeros(3, 4, dtype=torch.float64))
     with pytest.raises(ValueError, match="nan_policy 'drop' is unknown"):
         amax.magnitude_bits(torch.zeros(3), "drop")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from moe_numerics.reference.philox import element_bits, philox
 
 # Random123, tests/kat_vectors, philox4x32-10: counter, key, result.

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from moe_numerics.reference.ragged import Experts
 
 BLOCKS = st.sampled_from([16, 32])

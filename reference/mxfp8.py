@@ -130,8 +130,11 @@ def quantize(
         raise ValueError(f"axis is {axis}: expected -1 (rowwise, 1x32) or -2 (colwise, 32x1)")
     if element not in (E4M3, E5M2, E2M1):
         raise ValueError(f"element is {element}: MX quantisation takes E4M3, E5M2 or E2M1")
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}: expected two dimensions, [capacity, hidden]")
+    if x.dim() != 2 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"x has dtype {x.dtype} and shape {tuple(x.shape)}: "
+            "expected float32, bfloat16 or float16 [capacity, hidden]"
+        )
     rows = experts if experts is not None else Experts.single(x.shape[0])
     if rows.capacity != x.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows but the experts describe a buffer of {rows.capacity}")
