@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 from cutlass import Float32
-
 from moe_numerics.fused import gated_activations, unary_activations
 from moe_numerics.fused.unary_activations import Identity
 

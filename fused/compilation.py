@@ -78,9 +78,7 @@ def _dump_directory(process: int) -> str:
 _CACHE: dict[tuple[Hashable, ...], Compiled] = {}
 
 
-def compile_function(
-    function: Callable[..., Any], key: Hashable, arguments: Callable[[], Sequence[Any]]
-) -> Compiled:
+def compile_function(function: Callable[..., Any], key: Hashable, arguments: Callable[[], Sequence[Any]]) -> Compiled:
     """Compile `function` for the current target, or return what was compiled before.
 
     `key` tells this variant from every other variant of the same function; `arguments` builds the fake tensors and

@@ -19,6 +19,7 @@ from moe_numerics.fused.activations import IDENTITY, Activation
 from moe_numerics.fused.activations import activation as twin
 from moe_numerics.fused.compilation import Compiled, compile_function, current_target
 from moe_numerics.fused.launch import check_tensor, launch
+from moe_numerics.fused.memory import MaybeTensor
 from moe_numerics.fused.mxfp8 import BLOCK, Mxfp8
 from moe_numerics.fused.tile import (
     COLUMNS,
@@ -54,7 +55,7 @@ def zero_kernel(amax: cute.Tensor) -> None:
 
 
 @cute.kernel
-def sum_shares_kernel(shares: cute.Tensor, offsets: cute.Tensor, counts, dprob: cute.Tensor):  # type: ignore[no-untyped-def]
+def sum_shares_kernel(shares: cute.Tensor, offsets: cute.Tensor, counts: MaybeTensor, dprob: cute.Tensor) -> None:
     """dprob of a row: its shares added in the order of the column tiles, one thread a row."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
@@ -85,20 +86,20 @@ def _launch(
     sink: cutlass.Constexpr,
     target: cutlass.Constexpr,
     source: cute.Tensor,
-    grad,
-    prob,
+    grad: MaybeTensor,
+    prob: MaybeTensor,
     offsets: cute.Tensor,
-    counts,
-    out,
-    codes_rowwise,
-    scales_rowwise,
-    codes_colwise,
-    scales_colwise,
+    counts: MaybeTensor,
+    out: MaybeTensor,
+    codes_rowwise: MaybeTensor,
+    scales_rowwise: MaybeTensor,
+    codes_colwise: MaybeTensor,
+    scales_colwise: MaybeTensor,
     amax: cute.Tensor,
-    shares,
-    dprob,
-    stream,
-):  # type: ignore[no-untyped-def]
+    shares: MaybeTensor,
+    dprob: MaybeTensor,
+    stream: Any,
+) -> None:
     hidden = source.shape[1] // op.layout.inputs
     slots = source.shape[0] // ROWS + offsets.shape[0] - 1
     columns = (hidden + COLUMNS - 1) // COLUMNS
@@ -194,9 +195,7 @@ def _parse_layout(activation: Activation, layout: str) -> Layout:
         return Layout(2)
     kind, _, block = layout.partition(":")
     if kind != "interleaved" or not block.isdigit() or int(block) % BLOCK or int(block) == 0:
-        raise ValueError(
-            f"layout is {layout!r}: expected 'halves' or 'interleaved:B', B a multiple of {BLOCK}"
-        )
+        raise ValueError(f"layout is {layout!r}: expected 'halves' or 'interleaved:B', B a multiple of {BLOCK}")
     return Layout(2, int(block))
 
 
@@ -216,9 +215,7 @@ def _run(
 ) -> dict[str, torch.Tensor]:
     device = source.device
     op = make_op(activation, _parse_layout(activation, layout))
-    check_tensor(
-        "gate_up" if activation.inputs == 2 else "x", source, torch.bfloat16, (None, None), device, 16
-    )
+    check_tensor("gate_up" if activation.inputs == 2 else "x", source, torch.bfloat16, (None, None), device, 16)
     rows, width = source.shape
     if width == 0 or width % (activation.inputs * max(BLOCK, op.layout.block)):
         raise ValueError(
@@ -233,9 +230,7 @@ def _run(
     check_tensor("offsets", offsets, offsets.dtype, (None,), device, offsets.element_size())
     experts = offsets.shape[0] - 1
     if experts < 1:
-        raise ValueError(
-            f"offsets have {offsets.shape[0]} entries: expected one an expert and one more, at least 2"
-        )
+        raise ValueError(f"offsets have {offsets.shape[0]} entries: expected one an expert and one more, at least 2")
     if counts is not None:
         check_tensor("counts", counts, torch.int32, (experts,), device, 4)
     if prob is not None:
@@ -253,13 +248,9 @@ def _run(
             results[name] = torch.empty(shape, dtype=dtype, device=device)
         elif name not in results:
             raise ValueError(f"out lacks {name!r}: expected {', '.join(shapes)}")
-        check_tensor(
-            name, results[name], dtype, shape, device, 16 if len(shape) == 2 and "scales" not in name else 4
-        )
+        check_tensor(name, results[name], dtype, shape, device, 16 if len(shape) == 2 and "scales" not in name else 4)
     shares = torch.empty((-(-hidden // COLUMNS), rows), dtype=torch.float32, device=device) if dprob else None
-    quantizer = (
-        Bfloat16(contract.nan_policy == "propagate") if element is None else Mxfp8.of(element, contract)
-    )
+    quantizer = Bfloat16(contract.nan_policy == "propagate") if element is None else Mxfp8.of(element, contract)
     sink = Sink(quantizer, alignment % BLOCK == 0)
     variant = _Variant(op, sink, offsets.dtype == torch.int64, counts is not None, prob is not None)
     launch(
@@ -376,9 +367,7 @@ def quantize(
 
     x: bfloat16 [capacity, hidden]. Other arguments, results and errors as for `activation_forward`.
     """
-    return _run(
-        Forward, IDENTITY, "halves", x, None, offsets, counts, None, element, alignment, contract, out
-    )
+    return _run(Forward, IDENTITY, "halves", x, None, offsets, counts, None, element, alignment, contract, out)
 
 
 def _activation(chosen: str | ReferenceActivation) -> Activation:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Uint32
-
 from moe_numerics.fused.memory import select
 from moe_numerics.reference.exact_math import (
     EXPONENT_BIAS,

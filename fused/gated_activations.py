@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from cutlass import Float32
-
 from moe_numerics.fused.exact_math import (
     absolute,
     clamp,

@@ -32,9 +32,7 @@ def check_tensor(
     if not tensor.is_contiguous():
         raise ValueError(f"{name} has strides {tensor.stride()}: expected a contiguous tensor")
     if tensor.data_ptr() % alignment:
-        raise ValueError(
-            f"{name} starts at address {tensor.data_ptr():#x}: expected a multiple of {alignment} bytes"
-        )
+        raise ValueError(f"{name} starts at address {tensor.data_ptr():#x}: expected a multiple of {alignment} bytes")
 
 
 def launch(compiled: Compiled, first: torch.Tensor, *others: torch.Tensor | None) -> None:

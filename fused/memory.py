@@ -9,7 +9,11 @@ from cutlass._mlir import ir
 from cutlass._mlir.dialects import arith, llvm, vector
 from cutlass.cutlass_dsl import T
 
-__all__ = ["load_words", "pack_bf16", "pure_ptx", "select", "store_words", "unpack_bf16"]
+__all__ = ["MaybeTensor", "load_words", "pack_bf16", "pure_ptx", "select", "store_words", "unpack_bf16"]
+
+
+MaybeTensor = Any
+"""A `cute.Tensor`, or None in variants of a kernel that lack it."""
 
 
 def pure_ptx(text: str, constraints: str, *operands: Numeric) -> Uint32:
@@ -44,9 +48,7 @@ def store_words(pointer: cute.Pointer, words: Sequence[Uint32]) -> None:
     if len(words) == 1:
         cute.arch.store(pointer, words[0])
         return
-    packed = vector.from_elements(
-        ir.VectorType.get([len(words)], T.i32()), [word.ir_value() for word in words]
-    )
+    packed = vector.from_elements(ir.VectorType.get([len(words)], T.i32()), [word.ir_value() for word in words])
     cute.arch.store(pointer, packed)
 
 

@@ -8,12 +8,15 @@ Slots that belong to no rows do nothing.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
+from moe_numerics.fused.memory import MaybeTensor
 
 __all__ = ["locate_tile"]
 
 
 @cute.jit
-def locate_tile(offsets: cute.Tensor, counts, slot: Int32, rows: cutlass.Constexpr, lane: Int32):  # type: ignore[no-untyped-def]
+def locate_tile(
+    offsets: cute.Tensor, counts: MaybeTensor, slot: Int32, rows: cutlass.Constexpr, lane: Int32
+) -> tuple[Int32, Int32, Int32]:
     """Expert, first row and end (one past the last valid row) of a slot; `first >= end` when the slot is empty.
 
     All lanes of a warp call this together. `counts` is the tensor of valid rows, or None when every row between two

@@ -17,7 +17,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
 from moe_numerics.fused.activations import Activation
-from moe_numerics.fused.memory import load_words, pack_bf16, select, store_words, unpack_bf16
+from moe_numerics.fused.memory import MaybeTensor, load_words, pack_bf16, select, store_words, unpack_bf16
 from moe_numerics.fused.mxfp8 import Mxfp8
 from moe_numerics.fused.ragged import locate_tile
 
@@ -181,18 +181,15 @@ def _minimum(a: Int32, b: Int32) -> Int32:
 def _load(
     op: Any,
     source: cute.Tensor,
-    grad: cute.Tensor | None,
-    prob: cute.Tensor | None,
+    grad: MaybeTensor,
+    prob: MaybeTensor,
     row: Int32,
     column: Int32,
     hidden: Int32,
 ) -> tuple[list[list[Uint32]], list[Uint32] | None, Float32 | None]:
     """Packed inputs and (backward) grad at 8 columns of one row, and the row's probability."""
     start = source.iterator + Int64(row) * (op.layout.inputs * hidden)
-    words = [
-        load_words(start + cute.assume(place, divby=VECTOR), WORDS)
-        for place in op.layout.columns(column, hidden)
-    ]
+    words = [load_words(start + cute.assume(place, divby=VECTOR), WORDS) for place in op.layout.columns(column, hidden)]
     incoming = None if grad is None else load_words(grad.iterator + (Int64(row) * hidden + column), WORDS)
     return words, incoming, None if prob is None else Float32(prob[row])
 
@@ -212,7 +209,7 @@ def _compute(
 
 
 @cute.jit
-def _raise_amax(pointer, bits: Uint32) -> None:  # type: ignore[no-untyped-def]
+def _raise_amax(pointer: cute.Pointer, bits: Uint32) -> None:
     """Raise an expert's amax to `bits` if it is lower.
 
     Looking first keeps tens of thousands of tiles from queueing at one address: on an H200, [32768, 4096] MXFP8, the
@@ -241,18 +238,18 @@ def tile_kernel(
     target: cutlass.Constexpr,
     hidden: Int32,
     source: cute.Tensor,
-    grad,
-    prob,
+    grad: MaybeTensor,
+    prob: MaybeTensor,
     offsets: cute.Tensor,
-    counts,
-    out,
-    codes_rowwise,
-    scales_rowwise,
-    codes_colwise,
-    scales_colwise,
+    counts: MaybeTensor,
+    out: MaybeTensor,
+    codes_rowwise: MaybeTensor,
+    scales_rowwise: MaybeTensor,
+    codes_colwise: MaybeTensor,
+    scales_colwise: MaybeTensor,
     amax: cute.Tensor,
-    shares,
-):  # type: ignore[no-untyped-def]
+    shares: MaybeTensor,
+) -> None:
     """One tile: blockIdx.x is the column tile, blockIdx.y and z the slot of the row tile (see `locate_tile`)."""
     thread, _, _ = cute.arch.thread_idx()
     column_tile, low, high = cute.arch.block_idx()
@@ -280,7 +277,7 @@ def tile_kernel(
         places = _places(op, column, hidden)
         values = []
         largest = []
-        for stream in cutlass.range_constexpr(op.streams):
+        for _ in cutlass.range_constexpr(op.streams):
             largest.append([Float32(0.0) for _ in range(VECTOR)])
         # All loads come first: what follows branches, and a load is not moved over a branch.
         loaded = []
@@ -289,7 +286,8 @@ def tile_kernel(
             loaded.append(_load(op, source, grad, prob, row, nearest, hidden))
         for i in cutlass.range_constexpr(rows):
             row = top + row_step * i
-            streams, share = _compute(op, sink.quantizer, *loaded[i], target)
+            words, incoming, weight = loaded[i]
+            streams, share = _compute(op, quantizer, words, incoming, weight, target)
             values.append(streams)
             if cutlass.const_expr(shares is not None):
                 share = _sum_over_row(select(inside, share, Float32(0.0)))
@@ -342,9 +340,7 @@ def tile_kernel(
                         scale_row = slot
                         if cutlass.const_expr(sink.dense_scale_rows):
                             scale_row = slot - expert
-                        scales_colwise[scale_row, _place_of(op, own_column, hidden, stream_index)] = code.to(
-                            Uint8
-                        )
+                        scales_colwise[scale_row, _place_of(op, own_column, hidden, stream_index)] = code.to(Uint8)
         bits = cute.arch.warp_redux_sync(of_expert.bitcast(Uint32), "umax")
         if lane == 0:
             _raise_amax(amax.iterator + expert, bits)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cutlass import Float32
-
 from moe_numerics.fused.exact_math import (
     clamp,
     fma,

@@ -69,7 +69,11 @@ class Plan:
     seed: int
     out: FilePath
     command: str = "moe-numerics verify"
-    workers: int = field(default_factory=lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    workers: int = field(
+        default_factory=lambda: (
+            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        )
+    )
 
     def tasks(self) -> list[Task]:
         """Every path on every device."""

@@ -51,9 +51,7 @@ def window_edits(case: Case, spec: TensorSpec, item: Values, limit: int) -> list
         return None
     bits = fill(case.replace(values={spec.name: item}), spec).reshape(case.capacity, -1)
     parts = 1 if spec.kind == "prob" else spec.columns
-    physical = [
-        case.physical_column(p, c, parts) for c in range(column, column_end) for p in range(part, part_end)
-    ]
+    physical = [case.physical_column(p, c, parts) for c in range(column, column_end) for p in range(part, part_end)]
     return [(int(r), c, int(bits[r, c])) for r in rows for c in physical]
 
 

@@ -1,9 +1,9 @@
 """Judging somebody else's kernel: any callable that takes and returns tensors, against a path's reference.
 
-    @moe_numerics.kernel(path="swiglu.fwd.bf16", inputs={"gate_up": "x", "offsets": "offs"}, outputs={"out": 0})
-    def mine(x, offs): ...
+@moe_numerics.kernel(path="swiglu.fwd.bf16", inputs={"gate_up": "x", "offsets": "offs"}, outputs={"out": 0})
+def mine(x, offs): ...
 
-    moe_numerics.check(mine)
+moe_numerics.check(mine)
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Binding:
         return {_SHORT.get(name, name): self._pick(function, returned, place) for name, place in self.outputs.items()}
 
     def _pick(self, function: Callable[..., Any], returned: Any, place: int | str) -> torch.Tensor:
-        results = (returned,) if isinstance(returned, torch.Tensor) else returned
+        results: Any = (returned,) if isinstance(returned, torch.Tensor) else returned
         try:
             value = results[place]
         except (KeyError, IndexError, TypeError):
@@ -317,4 +317,3 @@ def _share(path: Path, case: Case, got: Mapping[str, torch.Tensor], contract: Co
     findings = [f for f in compare_outputs(path, case, expected, results, filled=False) if f.output in results]
     elements = sum(finding.elements for finding in findings)
     return sum(finding.bit_equal for finding in findings) / elements if elements else 0.0
-

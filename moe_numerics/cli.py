@@ -58,7 +58,8 @@ def verify(
     paths: Annotated[str, typer.Option(help="Shell pattern on path ids.")] = "*",
     profile: Annotated[str, typer.Option(help="Contract to verify against.")] = "suite",
     examples: Annotated[
-        int | None, typer.Option(min=1, help="Cases of each path and device; default 3 to 20, by their number.")
+        int | None,
+        typer.Option(min=1, help="Cases of each path and device; default 3 to 20, by their number."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn cases.")] = 0,
     out: Annotated[FilePath, typer.Option(help="Folder for the reports.")] = FilePath("moe-numerics-report"),

@@ -116,9 +116,7 @@ class VirtualDevice:
             )
         self.target = target
         self.name = f"virtual:{target}"
-        self.evidence = (
-            "virtual, silicon evidence" if target == "sm_90a" else "virtual, manual evidence"
-        )
+        self.evidence = "virtual, silicon evidence" if target == "sm_90a" else "virtual, manual evidence"
         self._schedule = schedule
         self._gpu: Any = None
 

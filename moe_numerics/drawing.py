@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from moe_numerics import values
+from moe_numerics import checked, values
 from moe_numerics.cases import PADDING_FILLS, Case, Edit, Option, TensorSpec, Values
-from moe_numerics.checked import FrozenMapping, integer
+from moe_numerics.checked import CaseError, FrozenMapping
 from moe_numerics.reducing import (
     EXTRACTED,
     PLAIN_KINDS,
@@ -23,7 +23,7 @@ from moe_numerics.reducing import (
     without_empty_experts,
     without_plain_tokens,
 )
-from moe_numerics.token_counts import DRAWN_SHAPES, SeededSource, Source, at_most, draw_counts, one_of
+from moe_numerics.token_counts import DRAWN_SHAPES, SHAPES, SeededSource, Source, at_most, draw_counts, one_of
 
 EDIT_BITS = (
     0x0000, 0x8000, 0x3F80, 0xBF80, 0x0001, 0x007F, 0x0080, 0x0460, 0x0461, 0x40E0, 0xC0E0, 0x43E0,
@@ -74,9 +74,9 @@ class Space:
 
     def __post_init__(self) -> None:
         for name in ("max_experts", "max_rows", "multiple", "max_elements", "big_elements"):
-            integer(name, getattr(self, name), 1)
-        integer("max_tail", self.max_tail, 0)
-        integer("max_hidden", self.max_hidden, self.multiple)
+            checked.integer(name, getattr(self, name), 1)
+        checked.integer("max_tail", self.max_tail, 0)
+        checked.integer("max_hidden", self.max_hidden, self.multiple)
         for name in (
             "alignments",
             "paddings",
@@ -88,7 +88,15 @@ class Space:
             "shapes",
         ):
             if not getattr(self, name):
-                raise ValueError(f"{name} = () leaves nothing to draw: expected at least one")
+                raise CaseError(f"{name} = () leaves nothing to draw: expected at least one")
+        for name, known in (("kinds", tuple(values.KINDS)), ("shapes", tuple(SHAPES))):
+            for item in getattr(self, name):
+                checked.one_of(name, item, known)
+        if not self.allow_specials and not set(self.kinds) - set(values.NOT_FINITE):
+            raise CaseError(f"kinds = {self.kinds} leave no kind without NaN and infinities")
+        blocks = [int(layout.partition(":")[2] or 1) for layout in self.layouts]
+        if not any(block <= self.max_hidden and self.multiple % block == 0 for block in blocks):
+            raise CaseError(f"layouts = {self.layouts} leave no layout for every multiple of {self.multiple} columns")
 
 
 def draw_case(source: Source, space: Space) -> Case:
@@ -123,7 +131,7 @@ def draw_case(source: Source, space: Space) -> Case:
         padded=padded,
         room=room,
         tail=tail,
-        layout=one_of(source, layouts or space.layouts),
+        layout=one_of(source, layouts),
         offsets_dtype=one_of(source, space.offsets_dtypes),
         prob=one_of(source, space.probs) and any(spec.kind == "prob" for spec in space.inputs),
         options={name: one_of(source, choices) for name, choices in space.options.items()},
@@ -184,9 +192,7 @@ def _windowed(source: Source, case: Case, spec: TensorSpec, item: Values) -> Val
     sizes = extent(case, spec)
     ends = [at_most(source, size) for size in sizes]
     starts = [end - at_most(source, end) for end in ends]
-    if item.kind in PLAIN_KINDS or (
-        not any(starts) and tuple(ends) == sizes and math.prod(sizes) > EXTRACTED
-    ):
+    if item.kind in PLAIN_KINDS or (not any(starts) and tuple(ends) == sizes and math.prod(sizes) > EXTRACTED):
         return item
     return windowed(case, spec, item, starts, ends)
 

@@ -9,7 +9,7 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -126,9 +126,7 @@ class Path:
 
     def experts(self, case: Case) -> Experts:
         """Which rows each expert of the case owns."""
-        return Experts.from_offsets(
-            case.offsets, case.counts if case.padded else None, case.capacity, case.alignment
-        )
+        return Experts.from_offsets(case.offsets, case.counts if case.padded else None, case.capacity, case.alignment)
 
     def space(self, profile: str) -> Space:
         """The cases that are drawn for this path."""
@@ -140,27 +138,24 @@ _RAGGED = (TensorSpec("offsets", kind="offsets"), TensorSpec("counts", kind="cou
 _PROB = TensorSpec("prob", "float32", "prob")
 
 
-def _ragged(case: Case, tensors: Tensors) -> dict[str, torch.Tensor | None]:
-    return {"counts": tensors.get("counts"), "prob": tensors.get("prob")}
-
-
 @dataclass(frozen=True)
 class _Forward:
     activation: Activation
     element: FloatFormat | None
 
-    @property
-    def source(self) -> str:
-        """Name of the tensor that holds the activation's inputs."""
-        return "x" if self.activation.inputs == 1 else "gate_up"
-
     def shapes(self, case: Case) -> Shapes:
+        quantised = self.element is not None
         return elementwise.output_shapes(
-            case.capacity, case.hidden, len(case.counts), 1, self.element is not None, case.alignment, False
+            case.capacity, case.hidden, len(case.counts), 1, quantised, case.alignment, False
         )
 
-    def _options(self, case: Case, contract: Contract) -> dict[str, object]:
+    def _arguments(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, Any]:
+        """Arguments that the reference and the kernel share."""
         return {
+            "gate_up": tensors["x" if self.activation.inputs == 1 else "gate_up"],
+            "offsets": tensors["offsets"],
+            "counts": tensors.get("counts"),
+            "prob": tensors.get("prob"),
             "activation": self.activation,
             "layout": case.layout,
             "element": self.element,
@@ -169,23 +164,12 @@ class _Forward:
         }
 
     def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
-        return elementwise.activation_forward(
-            tensors[self.source],
-            tensors["offsets"],
-            **_ragged(case, tensors),
-            **self._options(case, contract),  # type: ignore[arg-type]
-        )
+        return elementwise.activation_forward(**self._arguments(case, tensors, contract))
 
     def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
         from moe_numerics.fused.elementwise import activation_forward
 
-        activation_forward(
-            tensors[self.source],
-            tensors["offsets"],
-            **_ragged(case, tensors),
-            **self._options(case, contract),  # type: ignore[arg-type]
-            out=out,
-        )
+        activation_forward(**self._arguments(case, tensors, contract), out=out)
 
 
 @dataclass(frozen=True)
@@ -202,25 +186,12 @@ class _Backward(_Forward):
         )
 
     def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
-        return elementwise.activation_backward(
-            tensors["grad"],
-            tensors[self.source],
-            tensors["offsets"],
-            **_ragged(case, tensors),
-            **self._options(case, contract),  # type: ignore[arg-type]
-        )
+        return elementwise.activation_backward(tensors["grad"], **self._arguments(case, tensors, contract))
 
     def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
         from moe_numerics.fused.elementwise import activation_backward
 
-        activation_backward(
-            tensors["grad"],
-            tensors[self.source],
-            tensors["offsets"],
-            **_ragged(case, tensors),
-            **self._options(case, contract),  # type: ignore[arg-type]
-            out=out,
-        )
+        activation_backward(tensors["grad"], **self._arguments(case, tensors, contract), out=out)
 
 
 @dataclass(frozen=True)
@@ -228,9 +199,7 @@ class _Quantize:
     element: FloatFormat
 
     def shapes(self, case: Case) -> Shapes:
-        return elementwise.output_shapes(
-            case.capacity, case.hidden, len(case.counts), 1, True, case.alignment, False
-        )
+        return elementwise.output_shapes(case.capacity, case.hidden, len(case.counts), 1, True, case.alignment, False)
 
     def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
         return elementwise.quantize(
@@ -270,7 +239,7 @@ def _written(element: FloatFormat | None, columns: str, bfloat16_name: str = "ou
 
 
 _FORMATS: dict[str, FloatFormat | None] = {"bf16": None, "mxfp8_e4m3": E4M3, "mxfp8_e5m2": E5M2}
-_QUANTISE_PROFILES: dict[str, Grade] = {name: "exact" for name in PROFILES}
+_QUANTISE_PROFILES: dict[str, Grade] = dict.fromkeys(PROFILES, "exact")
 
 
 def _activation_paths(name: str, activation: Activation, variant: str = "") -> list[Path]:

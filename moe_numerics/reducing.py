@@ -32,9 +32,7 @@ def extent(case: Case, spec: TensorSpec) -> tuple[int, int, int]:
     return (case.tokens, 1, 1) if spec.kind == "prob" else (case.tokens, case.hidden, spec.columns)
 
 
-def windowed(
-    case: Case, spec: TensorSpec, item: Values, starts: Sequence[int], ends: Sequence[int]
-) -> Values:
+def windowed(case: Case, spec: TensorSpec, item: Values, starts: Sequence[int], ends: Sequence[int]) -> Values:
     """The item inside a box of (tokens, columns, parts) and 1.0 outside; as edits, if the box is small.
 
     Tokens count valid rows from the start of the buffer. Edits of the item stay.

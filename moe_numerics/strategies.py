@@ -41,9 +41,7 @@ def _token_counts(
     multiple: int,
     shapes: Sequence[str],
 ) -> tuple[int, ...]:
-    return draw_counts(
-        _Drawn(draw), experts=experts, rows=rows, multiple=multiple, alignment=multiple, shapes=shapes
-    )
+    return draw_counts(_Drawn(draw), experts=experts, rows=rows, multiple=multiple, alignment=multiple, shapes=shapes)
 
 
 def token_counts(

@@ -1,4 +1,4 @@
-"""Forward activations: correctly rounded over all bfloat16 inputs, products in the stated order, specials as stated.
+"""Forward activations: correctly rounded over all bfloat16 inputs, products and special values as stated.
 
 Catches a wrong constant, gelu's two forms swapped, gate and up swapped, a clamp on the wrong side of the
 activation, a product taken in another order, a NaN dropped by a minimum, and a parameter that is accepted but
@@ -42,6 +42,13 @@ EVERY: dict[str, Activation] = {**UNARY_ACTIVATIONS, **GATED}
 # rounded, which costs qgelu up to 60 units in the last place of float32 in its far tail.
 MISROUNDED: dict[str, list[float]] = {"qgelu": [-11.6875]}
 
+# A rounded argument of a sigmoid, below 105 wherever the result is not 0, is off by at most 105 * 2**-24,
+# which is the relative error of the result; LN_2 and a dozen roundings fit into what is added.
+TAIL_ERROR = 2.0**-24 * 150
+# A sigmoid rounded to a subnormal times a gate and an up, or up / 25 rounded to one times 25 and 4: at most
+# 300.
+SUBNORMAL_ERROR = 300 * 2.0**-150
+
 float32_bits = st.integers(0, 2**32 - 1)
 ordinary = st.floats(-100, 100, width=32)
 
@@ -82,20 +89,18 @@ def test_every_bfloat16_gate_at_a_neutral_up(name: str) -> None:
 
 @pytest.mark.parametrize("name", GATED)
 def test_every_bfloat16_up_at_a_gate(name: str) -> None:
-    """Two roundings of float32 after the activated gate at most: within 4 units in float32's last place of the up side."""
+    """Every up, Inf, NaN, subnormals and values far beyond a limit included, against float64."""
     activation = GATED[name]
     gate = torch.full(EVERY_BFLOAT16.shape, 1.5)
     values = activation.forward(gate, EVERY_BFLOAT16).double()
     exact = oracle.forward(activation, gate, EVERY_BFLOAT16)
-    finite = exact.isfinite() & values.isfinite()
     assert torch.equal(exact.isnan(), values.isnan())
-    spacing = torch.exp2(torch.floor(torch.log2(exact.abs().clamp(2.0**-126, 2.0**127))) - 23)
-    assert ((values - exact).abs()[finite] <= 8 * spacing[finite]).all()
+    in_range = exact.abs() < 2.0**127
+    assert ((values - exact).abs() <= exact.abs() * TAIL_ERROR + SUBNORMAL_ERROR)[in_range].all()
+    assert torch.equal(torch.signbit(values[in_range]), torch.signbit(exact[in_range]))
 
 
-@given(
-    st.lists(st.tuples(float32_bits, float32_bits), min_size=1, max_size=64), st.sampled_from(sorted(EVERY))
-)
+@given(st.lists(st.tuples(float32_bits, float32_bits), min_size=1, max_size=64), st.sampled_from(sorted(EVERY)))
 def test_value_of_differentiate_has_the_bits_of_forward(pairs: list[tuple[int, int]], name: str) -> None:
     activation = EVERY[name]
     operands = [tensor_of_bits(list(bits)) for bits in zip(*pairs, strict=True)][: activation.inputs]
@@ -105,7 +110,7 @@ def test_value_of_differentiate_has_the_bits_of_forward(pairs: list[tuple[int, i
 
 @given(st.lists(st.tuples(ordinary, ordinary), min_size=1, max_size=64))
 def test_products_are_taken_in_the_stated_order(pairs: list[tuple[float, float]]) -> None:
-    """NumPy's float32 products of the parts, in the order of the table; another order differs in the last bit."""
+    """NumPy's float32 products of the parts in that order; another order differs in the last bit."""
     gate, up = (np.array(column, dtype=np.float32) for column in zip(*pairs, strict=True))
 
     def part(function: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
@@ -198,8 +203,7 @@ def test_parameters_are_used(x: float, scale: float) -> None:
     ):
         operands = (gate, up)[: activation.inputs]
         exact = oracle.forward(activation, *operands).item()
-        # alpha * x loses 2**-24 of an argument of a sigmoid that is below 105 wherever the result is not 0.
-        assert activation.forward(*operands).item() == pytest.approx(exact, rel=2.0**-24 * 150, abs=1e-42)
+        assert activation.forward(*operands).item() == pytest.approx(exact, rel=TAIL_ERROR, abs=SUBNORMAL_ERROR)
 
 
 def test_activations_are_values() -> None:
@@ -222,9 +226,9 @@ def test_parameters_that_make_no_sense_are_refused(value: float) -> None:
     if value != math.inf:
         makers += [lambda: ClampedSwiglu(limit=value), lambda: StepSwiglu(limit=value)]
     for make in makers:
-        with pytest.raises(ValueError, match="expected a positive finite float32|must be positive"):
+        with pytest.raises(ValueError, match=r"expected a positive finite float32|must be positive"):
             make()
-    with pytest.raises(ValueError, match="offset = nan: expected a finite number"):
+    with pytest.raises(ValueError, match="offset = nan: expected a finite"):
         ClampedSwiglu(offset=math.nan)
 
 
@@ -245,9 +249,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
 def test_cpu_and_cuda_give_the_same_bits(name: str) -> None:
     activation = EVERY[name]
     generator = torch.Generator().manual_seed(0)
-    shuffled = [
-        EVERY_BFLOAT16[torch.randperm(65536, generator=generator)] for _ in range(activation.inputs + 1)
-    ]
+    shuffled = [EVERY_BFLOAT16[torch.randperm(65536, generator=generator)] for _ in range(activation.inputs + 1)]
     here = activation.differentiate(*[x.float() for x in shuffled])
     there = activation.differentiate(*[x.float().cuda() for x in shuffled])
     assert all(same_bits(host, device.cpu()) for host, device in zip(here, there, strict=True))

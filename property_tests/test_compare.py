@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def outputs(draw: st.DrawFn) -> dict[str, list[list[int]]]:
         [b if take else a for a, b, take in zip(*row, strict=True)]
         for row in zip(expected, other, takes_other, strict=True)
     ]
-    owned = draw(st.lists(st.booleans(), min_size=rows, max_size=rows))
+    owned = draw(st.lists(st.integers(0, 1), min_size=rows, max_size=rows))
     experts = sorted(draw(st.lists(st.integers(0, 3), min_size=rows, max_size=rows)))
     return {"expected": expected, "got": got, "owned": [owned], "experts": [experts]}
 
@@ -213,12 +214,8 @@ def test_ulp_distance_counts_steps_of_nextafter(start: float, steps: int, dtype:
     assert compare_output("out", other, one).max_ulp == finding.max_ulp
 
 
-@pytest.mark.parametrize(
-    ("dtype", "low", "high"), [(torch.int32, -(2**31), 2**31 - 1), (torch.float64, -1e308, 1e308)]
-)
-def test_distances_wider_than_a_signed_integer_do_not_overflow(
-    dtype: torch.dtype, low: float, high: float
-) -> None:
+@pytest.mark.parametrize(("dtype", "low", "high"), [(torch.int32, -(2**31), 2**31 - 1), (torch.float64, -1e308, 1e308)])
+def test_distances_wider_than_a_signed_integer_do_not_overflow(dtype: torch.dtype, low: float, high: float) -> None:
     """Would catch a difference taken in a signed type of the same width, which wraps around."""
     finding = compare_output("counts", torch.tensor([low], dtype=dtype), torch.tensor([high], dtype=dtype))
     width = torch.tensor([], dtype=dtype).element_size() * 8
@@ -262,9 +259,7 @@ def test_a_scale_that_is_off_by_one_is_found(shift: int, seed: int) -> None:
     columns=st.sampled_from((1, 3, 32, 64)),
     seed=st.integers(0, 2**16),
 )
-def test_findings_of_parts_add_up_to_the_finding_of_the_whole(
-    rows: int, cut: int, columns: int, seed: int
-) -> None:
+def test_findings_of_parts_add_up_to_the_finding_of_the_whole(rows: int, cut: int, columns: int, seed: int) -> None:
     """Would catch a count, histogram, map or maximum that is lost or doubled when cases are merged."""
     cut = min(cut, rows)
     generator = torch.Generator().manual_seed(seed)
@@ -289,7 +284,7 @@ def test_findings_of_parts_add_up_to_the_finding_of_the_whole(
 
     whole, merged = part(0, rows), merge([part(0, cut), part(cut, rows)])
     # Rows are numbered within each case, so positions are those of the part.
-    comparable = {"first_mismatch": None, "experts": 0}
+    comparable: dict[str, Any] = {"first_mismatch": None, "experts": 0}
     assert replace(merged, **comparable) == replace(whole, **comparable)
     assert merged.experts <= whole.experts
     assert list(merged.ulp_histogram) == list(whole.ulp_histogram)
@@ -449,9 +444,7 @@ def test_what_a_path_does_not_own_must_keep_its_fill() -> None:
     assert compare_output("out", expected, got, owned=owned).passed
     by_element = compare_output("out", expected, got, owned=owned[:, None] & torch.ones(3, dtype=torch.bool))
     assert by_element.elements == 3
-    columns = compare_output(
-        "out", torch.zeros(2, 3), torch.zeros(2, 3), owned=torch.tensor([[True, False, True]])
-    )
+    columns = compare_output("out", torch.zeros(2, 3), torch.zeros(2, 3), owned=torch.tensor([[True, False, True]]))
     assert columns.elements == 4
 
 
@@ -569,6 +562,29 @@ def test_any_rank_and_stride_is_compared_in_logical_order() -> None:
     assert vector.first_mismatch["coordinates"] == {"row": 0, "expert": 0, "row in expert": 0}
     halves = compare_output("out", base.repeat(2)[::2].bfloat16(), base.repeat(2)[::2].bfloat16())
     assert halves.passed
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_cuda_device_gives_the_finding_of_the_cpu() -> None:
+    """Would catch an index, mask or bound left on the other device, or another rounding of the ratios."""
+    generator = torch.Generator().manual_seed(5)
+    expected = torch.randn(257, 96, generator=generator)
+    got = torch.where(torch.rand(257, 96, generator=generator) < 0.2, expected * 1.001, expected)
+    got[3, 4] = math.nan
+    settings: dict[str, Any] = {
+        "owned": torch.arange(257) % 19 != 0,
+        "row_expert": torch.arange(257) // 40,
+        "fill": 0x7FC00000,
+        "oracle": expected.double(),
+        "bound": expected.double().abs() * 2.0**-10,
+    }
+    on_cpu = compare_output("out", expected, got, explains=torch.zeros_like, **settings)
+    moved: dict[str, Any] = {
+        key: value.cuda() if isinstance(value, torch.Tensor) else value for key, value in settings.items()
+    }
+    assert compare_output("out", expected, got.cuda(), explains=torch.zeros_like, **settings) == on_cpu
+    assert compare_output("out", expected.cuda(), got.cuda(), explains=torch.zeros_like, **moved) == on_cpu
+    assert not on_cpu.passed
 
 
 FLOATS, CODES = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.uint8)

@@ -118,9 +118,7 @@ def test_fma_breaks_a_tie_by_an_addend_far_below_it() -> None:
     for tiny in (2.0**-30, 2.0**-100, 2.0**-149):
         up, down = fma_bits([(midpoint, midpoint, tiny), (midpoint, midpoint, -tiny)])
         assert up == down + 1
-    assert_fma(
-        [(midpoint, midpoint, 0.0), (-midpoint, midpoint, 2.0**-149), (midpoint, midpoint, -(2.0**-149))]
-    )
+    assert_fma([(midpoint, midpoint, 0.0), (-midpoint, midpoint, 2.0**-149), (midpoint, midpoint, -(2.0**-149))])
 
 
 def test_fma_of_special_values() -> None:
@@ -144,9 +142,7 @@ def test_fma_broadcasts_and_does_not_depend_on_the_size() -> None:
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randn(1, 70001, generator=generator), torch.randn(3, 1, generator=generator)
     whole = exact_math.fma(a, b, 0.1)
-    parts = torch.stack(
-        [exact_math.fma(a[0, i : i + 1], b[:, 0], torch.tensor(0.1)) for i in range(0, 70001, 7001)]
-    )
+    parts = torch.stack([exact_math.fma(a[0, i : i + 1], b[:, 0], torch.tensor(0.1)) for i in range(0, 70001, 7001)])
     assert torch.equal(whole[:, ::7001].T, parts)
     assert exact_math.fma(torch.zeros(0, 4), 1.0, 2.0).shape == (0, 4)
 
@@ -210,9 +206,7 @@ MPMATH: dict[str, tuple[Function, Callable[[Any], Any]]] = {
 def test_the_oracle_agrees_with_arbitrary_precision(name: str) -> None:
     """Relative error below 2**-40, 16 bits beyond float32, for results down to float32's subnormals."""
     formula, exact = MPMATH[name]
-    x = torch.cat(
-        [EVERY_BFLOAT16[(256 * 110) : (256 * 134) : 61], EVERY_BFLOAT16[(256 * 238) : (256 * 262) : 61]]
-    )
+    x = torch.cat([EVERY_BFLOAT16[(256 * 110) : (256 * 134) : 61], EVERY_BFLOAT16[(256 * 238) : (256 * 262) : 61]])
     x = x[x.isfinite() & (x.abs() < 120)].double()
     with mpmath.workdps(120):
         for given_x, value in zip(x.tolist(), formula(x).tolist(), strict=True):
@@ -250,9 +244,7 @@ def test_round_once_is_not_fooled_by_torchs_double_rounding() -> None:
 def every_and_between() -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     between = (torch.rand(100_000, generator=generator) - 0.5) * 240
-    near_zero = torch.randn(100_000, generator=generator) * torch.exp2(
-        -20 * torch.rand(100_000, generator=generator)
-    )
+    near_zero = torch.randn(100_000, generator=generator) * torch.exp2(-20 * torch.rand(100_000, generator=generator))
     return torch.cat([between, near_zero, EVERY_BFLOAT16.float()])
 
 

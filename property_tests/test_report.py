@@ -7,9 +7,11 @@ import hashlib
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -101,8 +103,8 @@ def equal_findings(outputs: tuple[tuple[str, str, int], ...], cases: int) -> lis
     return findings
 
 
-def path_result(path: str, device: str, findings: list[Finding], **more: str | float) -> PathResult:
-    settings = {"profile": "suite", "maths": "exact", "seconds": round(1.0 + len(path) / 7, 3), **more}
+def path_result(path: str, device: str, findings: list[Finding], **more: Any) -> PathResult:
+    settings: dict[str, Any] = {"profile": "suite", "maths": "exact", "seconds": round(1.0 + len(path) / 7, 3), **more}
     return PathResult.from_findings(
         path,
         device,
@@ -118,9 +120,7 @@ def path_result(path: str, device: str, findings: list[Finding], **more: str | f
 def bounded_finding() -> Finding:
     """A fast-maths output: a third of the elements differ by a ULP, all inside the bound."""
     expected = tensor("bfloat16", 128, 3)
-    oracle = expected.double() * (
-        1 + 2**-10 * torch.sin(torch.arange(ROWS * 128).reshape(ROWS, 128)).double()
-    )
+    oracle = expected.double() * (1 + 2**-10 * torch.sin(torch.arange(ROWS * 128).reshape(ROWS, 128)).double())
     got = (expected.double() * (1 + 2**-8.4 * torch.cos(torch.arange(128)).double())).bfloat16()
     return compare_output(
         "out", expected, got, row_expert=ROW_EXPERT, oracle=oracle, bound=expected.double().abs() * 2**-6.9
@@ -135,9 +135,7 @@ def passing_report() -> Report:
         for device in ("virtual:sm_90a", "virtual:sm_100a"):
             findings = equal_findings(outputs, 24)
             if path == "swiglu.fwd.mxfp8_e4m3":
-                findings.append(
-                    unchecked_output("workspace", 4096, "scratch memory: its content is not specified")
-                )
+                findings.append(unchecked_output("workspace", 4096, "scratch memory: its content is not specified"))
             rows.append(path_result(path, device, findings))
     for device in ("virtual:sm_90a", "virtual:sm_100a"):
         rows.append(path_result("swiglu.fwd.bf16", device, [merge([bounded_finding()] * 24)], maths="fast"))
@@ -170,12 +168,8 @@ def failing_report() -> Report:
     written = dgate_up.clone()
     written[row_expert < 0] = float("nan")
     written[190:192, 100:140] = 0.0
-    outside = compare_output(
-        "dgate_up", dgate_up, written, owned=row_expert >= 0, row_expert=row_expert, fill=0x7FC0
-    )
-    rows[at] = path_result(
-        "swiglu.bwd.bf16", "virtual:sm_90a", [outside, equal_findings(BACKWARD_OUTPUTS, 1)[1]]
-    )
+    outside = compare_output("dgate_up", dgate_up, written, owned=row_expert >= 0, row_expert=row_expert, fill=0x7FC0)
+    rows[at] = path_result("swiglu.bwd.bf16", "virtual:sm_90a", [outside, equal_findings(BACKWARD_OUTPUTS, 1)[1]])
     rows.append(
         PathResult(
             "geglu.fwd.bf16",
@@ -204,21 +198,16 @@ def failing_report() -> Report:
     return Report(replace(ENVIRONMENT, seconds=131.4), tuple(rows))
 
 
-SAMPLES = {
+SAMPLES: dict[str, Callable[[], Report]] = {
     "pass": passing_report,
     "fail": failing_report,
-    "incomplete": lambda: Report(
-        ENVIRONMENT, tuple(row for row in failing_report().paths if row.status != "fail")
-    ),
+    "incomplete": lambda: Report(ENVIRONMENT, tuple(row for row in failing_report().paths if row.status != "fail")),
     "empty": lambda: Report(ENVIRONMENT, ()),
 }
 sample = pytest.mark.parametrize("report", [make() for make in SAMPLES.values()], ids=list(SAMPLES))
 
 # Text that breaks reports: markup, quotes, table and escape characters, control characters, other scripts.
-HOSTILE = (
-    "<script>alert('1')</script>|`*_[x](y) \\ & \"quoted\" \x00\x1b[31m\ufffe\ttab\n"
-    "new line é 量 ]]> {{ 7 * 7 }}"
-)
+HOSTILE = "<script>alert('1')</script>|`*_[x](y) \\ & \"quoted\" \x00\x1b[31m\ufffe\ttab\nnew line é 量 ]]> {{ 7 * 7 }}"
 texts = st.one_of(st.just(HOSTILE), st.text(max_size=20), st.sampled_from(("", "-", "None")))
 counts = st.integers(0, 2**40)
 
@@ -240,9 +229,7 @@ def output_results(draw: st.DrawFn, unexplained: bool) -> OutputResult:
         unexplained=wrong,
         reason=draw(texts),
         max_ulp=draw(st.none() | st.integers(0, 2**64)),
-        ulp_histogram=draw(
-            st.sampled_from(({}, {"0": 3}, {"0": 1, "2-3": 9, f"{2**63}-{2**64 - 1}": 1, "nan": 4}))
-        ),
+        ulp_histogram=draw(st.sampled_from(({}, {"0": 3}, {"0": 1, "2-3": 9, f"{2**63}-{2**64 - 1}": 1, "nan": 4}))),
         error_histogram=draw(st.sampled_from(({}, {"0": 1, "0.1-0.2": 5, ">1": 2, "nan": 1}))),
         sharpness=draw(st.none() | st.floats(0, allow_nan=False)),
         mismatch_map=tuple((*cell, draw(st.integers(1, 10**9))) for cell in sorted(cells)),
@@ -390,17 +377,13 @@ def test_a_key_that_is_missing_or_of_another_type_is_named() -> None:
                 continue
             name = ".".join(str(step) for step in place).replace(".0", "[0]") + f".{key}"
             assert broken(place, key, None) == f"{name} is missing"
-            assert broken(place, key, ["?"]).startswith(
-                (f"{name} = ['?']: expected", f"{name}[0] = '?': expected")
-            )
+            assert broken(place, key, ["?"]).startswith((f"{name} = ['?']: expected", f"{name}[0] = '?': expected"))
     assert broken([], "paths", "none").startswith("paths = 'none': expected list")
     assert broken(["paths", 0], "cases", True) == "paths[0].cases = True: expected int"
     assert broken(["paths", 0], "status", "green").startswith("status = 'green'")
     assert broken(["paths", 0, "outputs", 0], "grade", "certain").startswith("grade = 'certain'")
     assert broken(["paths", 0, "outputs", 0], "sharpness", "huge").startswith("paths[0].outputs[0].sharpness")
-    assert broken(["paths", 0, "outputs", 0], "mismatch_map", [[1, 2]]).endswith(
-        "[expert, column bucket, count]"
-    )
+    assert broken(["paths", 0, "outputs", 0], "mismatch_map", [[1, 2]]).endswith("[expert, column bucket, count]")
     assert broken([], "schema", 2) == "schema = 2: this version reads reports of schema 1"
 
 
@@ -484,11 +467,9 @@ def test_the_verdict_is_the_worst_that_happened(statuses: list[str], verdict: st
         ({"status": "maybe"}, "status = 'maybe'"),
     ],
 )
-def test_a_result_that_contradicts_itself_is_refused(change: dict[str, object], message: str) -> None:
+def test_a_result_that_contradicts_itself_is_refused(change: dict[str, Any], message: str) -> None:
     """Would catch a pass with unexplained elements, or one that checked nothing."""
-    row = PathResult(
-        "p", "cuda", "suite", "exact", "fail", outputs=(OutputResult("out", "exact", 1, 0, 0, 1),)
-    )
+    row = PathResult("p", "cuda", "suite", "exact", "fail", outputs=(OutputResult("out", "exact", 1, 0, 0, 1),))
     with pytest.raises(ReportError, match=message):
         replace(row, **change)
 
@@ -497,7 +478,7 @@ def test_a_path_fails_through_any_of_its_outputs() -> None:
     """Would catch a status taken from the first output only."""
     good = compare_output("out", torch.ones(2), torch.ones(2))
     bad = compare_output("amax", torch.ones(2), torch.tensor([1.0, 2.0]))
-    settings = {"profile": "suite", "maths": "exact", "cases": 1}
+    settings: dict[str, Any] = {"profile": "suite", "maths": "exact", "cases": 1}
     assert PathResult.from_findings("p", "cuda", findings=[good], **settings).status == "pass"
     failed = PathResult.from_findings("p", "cuda", findings=[good, bad], **settings)
     assert (failed.status, failed.reason, failed.unexplained) == ("fail", "1 unexplained in amax", 1)
@@ -587,9 +568,7 @@ def test_a_page_needs_nothing_but_itself(report: Report) -> None:
     text = html.to_html(report)
     page = Page(text)
     targets = [
-        (tag, value)
-        for tag, key, value in page.attributes
-        if key in ("src", "href", "action", "data", "srcset")
+        (tag, value) for tag, key, value in page.attributes if key in ("src", "href", "action", "data", "srcset")
     ]
     assert all(tag == "a" and value.startswith("#path-") for tag, value in targets)
     ids = {value for _, key, value in page.attributes if key == "id"}
@@ -615,9 +594,7 @@ def test_a_page_shows_everything_that_the_report_says(report: Report) -> None:
         wanted += [kernel.ptx_sha256 for kernel in row.kernels if row.outputs]
         for output in row.outputs:
             wanted += [output.name, output.grade, output.reason, f"{output.elements:,}"]
-            wanted += [
-                f"{count:,}" for count in (*output.ulp_histogram.values(), *output.error_histogram.values())
-            ]
+            wanted += [f"{count:,}" for count in (*output.ulp_histogram.values(), *output.error_histogram.values())]
             wanted += [wording.ratio(output.sharpness)] if output.sharpness is not None else []
             wanted += [f"{output.unexplained:,} unexplained"] if output.unexplained else []
             first = output.first_mismatch
@@ -642,9 +619,7 @@ def test_charts_are_svg_that_shows_every_mismatch(output: OutputResult) -> None:
         root = ElementTree.fromstring(drawing)
         _inside(root)
         shown = [title.text or "" for title in root.iter("title")]
-        count = sum(
-            int(text.rpartition(": ")[2].removesuffix(" mismatches").replace(",", "")) for text in shown
-        )
+        count = sum(int(text.rpartition(": ")[2].removesuffix(" mismatches").replace(",", "")) for text in shown)
         rows = set(charts.map_rows(output))
         assert count == sum(number for expert, _, number in output.mismatch_map if expert in rows)
         left_out = {expert for expert, _, _ in output.mismatch_map} - rows
@@ -742,7 +717,7 @@ def test_a_failure_while_writing_leaves_the_old_report(
 
         monkeypatch.setattr(html, "to_html", broken)
     elif stage == "write":
-        real = atomic.os.fdopen
+        real: Callable[..., object] = atomic.os.fdopen
         opened: list[int] = []
 
         def full_disk(descriptor: int, *args: str, **options: str) -> object:
@@ -773,9 +748,7 @@ def test_each_form_can_be_written_alone(tmp_path: Path) -> None:
 @sample
 def test_a_report_does_not_differ_from_itself(report: Report) -> None:
     """Would catch a diff that reports how long a run took."""
-    later = replace(
-        report, environment=replace(report.environment, seconds=7.0, started="2026-01-01T00:00:00+00:00")
-    )
+    later = replace(report, environment=replace(report.environment, seconds=7.0, started="2026-01-01T00:00:00+00:00"))
     assert diff_reports(report, later) == []
     assert render([]) == "no change\n"
 
@@ -784,9 +757,7 @@ def test_every_kind_of_change_is_found() -> None:
     """Would catch a regression that a diff of two reports does not show."""
     old = passing_report()
     first, second, third, *rest = old.paths
-    wrong = replace(
-        first.outputs[0], bit_equal=first.outputs[0].bit_equal - 1, unexplained=1, grade="bounded"
-    )
+    wrong = replace(first.outputs[0], bit_equal=first.outputs[0].bit_equal - 1, unexplained=1, grade="bounded")
     new = Report(
         replace(old.environment, versions={**old.environment.versions, "torch": "2.11.0"}, seed=7),
         (
@@ -830,9 +801,7 @@ def test_virtual_and_silicon_are_compared_on_the_same_target() -> None:
     silicon = Report(
         replace(ENVIRONMENT, device="NVIDIA H200", driver="580.65"),
         tuple(
-            replace(row, device="cuda", evidence="silicon")
-            for row in virtual.paths
-            if row.device.endswith("sm_90a")
+            replace(row, device="cuda", evidence="silicon") for row in virtual.paths if row.device.endswith("sm_90a")
         ),
     )
     kinds = [change.kind for change in diff_reports(virtual, silicon)]
@@ -842,10 +811,7 @@ def test_virtual_and_silicon_are_compared_on_the_same_target() -> None:
 def test_the_environment_names_the_packages_that_decide_bits() -> None:
     """Would catch a report that does not say which torch or DSL made it."""
     here = Environment.here("cuda", seed=3, command="moe-numerics verify", driver="580.65", seconds=2.5)
-    assert (
-        here.versions["torch"] == torch.__version__.partition("+")[0]
-        or here.versions["torch"] == torch.__version__
-    )
+    assert here.versions["torch"] == torch.__version__.partition("+")[0] or here.versions["torch"] == torch.__version__
     assert here.versions["nvidia-cutlass-dsl"] == "4.8.1"
     assert (here.device, here.driver, here.seed, here.seconds) == ("cuda", "580.65", 3, 2.5)
     assert here.started.endswith("+00:00")

@@ -60,17 +60,13 @@ def draw_scales(row: Model, shape: tuple[int, ...], spread: str, generator: torc
     return torch.randint(low, high, shape, generator=generator).to(torch.uint8)
 
 
-def draw_accumulator(
-    row: Model, shape: tuple[int, ...], spread: str, generator: torch.Generator
-) -> torch.Tensor:
+def draw_accumulator(row: Model, shape: tuple[int, ...], spread: str, generator: torch.Generator) -> torch.Tensor:
     if row.rounding == "rne_f16":
         raw = torch.randint(-(2**15), 2**15, shape, generator=generator).to(torch.int16).view(torch.float16)
         return raw if spread == "bits" else torch.randn(shape, generator=generator).half()
     raw = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32).view(torch.float32)
     return (
-        raw
-        if spread == "bits"
-        else torch.randn(shape, generator=generator) * (2.0**-135 if spread == "tiny" else 1.0)
+        raw if spread == "bits" else torch.randn(shape, generator=generator) * (2.0**-135 if spread == "tiny" else 1.0)
     )
 
 
@@ -198,20 +194,17 @@ spreads = st.sampled_from(("bits", "near", "tiny", "sparse"))
 seeds = st.integers(0, 2**32)
 
 
-@given(names, spreads, seeds, st.integers(1, 2))
-def test_equals_a_scalar_model_in_rational_numbers(name: str, spread: str, seed: int, groups: int) -> None:
-    """Catches any wrong bit of alignment, truncation, rounding, exponents of zeros and special values."""
-    row = MODELS[name]
-    case = Operands(row, (3, 4, groups * row.group), spread, seed)
+def assert_equals_scalar_model(case: Operands) -> None:
+    row = case.row
     got = case.accumulate()
     left, right = values_of(case.formats[0], case.a), values_of(case.formats[1], case.b)
     factors = [decode_scales(row, scales) for scales in case.scales]
     least = (OPERANDS[case.formats[0]].min_exponent, OPERANDS[case.formats[1]].min_exponent)
-    for i in range(3):
-        for j in range(4):
+    for i, line in enumerate(left):
+        for j, column in enumerate(right):
             scales = [factors[0][i], factors[1][j]] if row.scale_format else []
-            want = scalar_chain(row, left[i], right[j], float(case.c[i, j]), least, scales)
-            place = f"{name} {case.formats} {spread} [{i}, {j}]"
+            want = scalar_chain(row, line, column, float(case.c[i, j]), least, scales)
+            place = f"{row.name} {case.formats} [{i}, {j}]"
             if math.isnan(want):
                 canonical = 0x7FFF if got.dtype == torch.float16 else 0x7FFFFFFF
                 assert int(bits(got)[i, j]) == canonical, place
@@ -219,6 +212,27 @@ def test_equals_a_scalar_model_in_rational_numbers(name: str, spread: str, seed:
                 expected = torch.tensor(want, dtype=torch.float64).to(torch.float32).to(got.dtype)
                 found = f"{place}: {float(got[i, j])!r}, not {want!r}"
                 assert int(bits(got)[i, j]) == int(bits(expected)), found
+
+
+@given(names, spreads, seeds, st.integers(1, 2))
+def test_equals_a_scalar_model_in_rational_numbers(name: str, spread: str, seed: int, groups: int) -> None:
+    """Catches any wrong bit of alignment, truncation, rounding, exponents of zeros and special values."""
+    row = MODELS[name]
+    assert_equals_scalar_model(Operands(row, (3, 4, groups * row.group), spread, seed))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_row_equals_the_scalar_model(name: str) -> None:
+    """Catches a fault that only one row of the table shows; the largest operands fill the widest sums."""
+    row = MODELS[name]
+    for spread in ("bits", "near", "tiny", "sparse"):
+        assert_equals_scalar_model(Operands(row, (2, 3, row.group), spread, 0))
+    case = Operands(row, (1, 1, row.group), "near", 0)
+    for side in ("a", "b"):
+        x, fmt = getattr(case, side), OPERANDS[case.formats["ab".index(side)]]
+        full = fmt.max_code if x.dtype == torch.uint8 else fmt.max_value * 2.0 ** (-fmt.max_exponent)
+        setattr(case, side, torch.full_like(x, full))
+    assert_equals_scalar_model(case)
 
 
 @given(names, spreads, seeds)
@@ -335,9 +349,7 @@ def test_restart_adds_chains_in_float32(name: str, seed: int) -> None:
 
 
 @given(names, st.sampled_from(("near", "tiny", "sparse")), seeds, st.booleans(), st.booleans())
-def test_the_bound_holds_and_is_not_loose(
-    name: str, spread: str, seed: int, with_c: bool, promoted: bool
-) -> None:
+def test_the_bound_holds_and_is_not_loose(name: str, spread: str, seed: int, with_c: bool, promoted: bool) -> None:
     """Catches a bound that a real chain exceeds, and one that is an order above what a chain can lose."""
     row = MODELS[name]
     k = 4 * row.group
@@ -397,6 +409,15 @@ INF, NAN = math.inf, math.nan
         ([INF], [1.0], -INF, 0x7FFFFFFF),
         ([INF], [-2.0], 1.0, 0xFF800000),
         ([1.0], [1.0], INF, 0x7F800000),
+        # An overflow stays an Inf in the groups that follow, unless they hold the other one.
+        ([2.0**127] * 32, [2.0] * 32, 0.0, 0x7F800000),
+        ([2.0**127] * 16 + [-1.0] * 16, [2.0] * 32, 0.0, 0x7F800000),
+        ([2.0**127] * 16 + [-INF] * 16, [2.0] * 32, 0.0, 0x7FFFFFFF),
+        # Zero counts with exponent -133: 16 terms of 2^-152 are kept. A subnormal counts with -126: they are not.
+        ([2.0**-76] * 16, [2.0**-76] * 16, 0.0, 0x00000002),
+        ([2.0**-76] * 16, [2.0**-76] * 16, 2.0**-149, 0x00000001),
+        # 16899 * 2^-150 is truncated to 8449 * 2^-149; nearest would be 8450.
+        ([129 * 2.0**-75], [131 * 2.0**-75], 0.0, 8449),
         # The largest finite float32 plus 2^103, half its step: truncated, not rounded to Inf.
         ([2.0**103], [1.0], (2 - 2.0**-23) * 2.0**127, 0x7F7FFFFF),
         ([2.0**104], [1.0], (2 - 2.0**-23) * 2.0**127, 0x7F800000),
@@ -412,9 +433,7 @@ INF, NAN = math.inf, math.nan
 def test_special_values(a: list[float], b: list[float], c: float, want: int) -> None:
     """Catches the wrong zero, NaN payload, overflow or subnormal of the bf16 rows."""
     for name in ("sm_90.bf16", "sm_100.bf16"):
-        got = accumulate(
-            torch.tensor([a]).bfloat16(), torch.tensor([b]).bfloat16(), torch.tensor([[c]]), name
-        )
+        got = accumulate(torch.tensor([a]).bfloat16(), torch.tensor([b]).bfloat16(), torch.tensor([[c]]), name)
         assert int(bits(got)) & 0xFFFFFFFF == want
 
 
@@ -436,6 +455,24 @@ def test_hopper_fp8_keeps_thirteen_bits() -> None:
         c = torch.tensor([[1 + 2.0**-power]])
         assert float(accumulate(one * 0, one, c, "sm_90.e4m3")) == 1 + kept
         assert float(accumulate(one * 0, one, c, "sm_100.f8f6f4")) == 1 + 2.0**-power
+
+
+def test_fp8_subnormals_align_by_the_format() -> None:
+    """Catches a subnormal aligned by its own leading bit instead of by the smallest exponent of its format."""
+    least, c = torch.tensor([[2.0**-9]]), torch.tensor([[2.0**-26]])
+    assert float(accumulate(least, least, c, "sm_90.e4m3")) == 2.0**-18
+    assert float(accumulate(least, least, c, "sm_90.e5m2")) == 2.0**-18 + 2.0**-26
+    assert float(accumulate(least * 0, least, -(2.0**-123) * c, "sm_90.e4m3").view(torch.int32)) == 0
+
+
+@pytest.mark.parametrize(("a", "b", "kept"), [((2, 0xA), (2, 2), False), ((2, 2), (0, 0), True)])
+def test_a_cancelled_fp4_run_keeps_its_exponent(a: tuple[int, int], b: tuple[int, int], kept: bool) -> None:
+    """Catches an exponent taken from the sum of a run: 1 - 1 truncates what zero products do not."""
+    codes = [torch.tensor([[*pair] + [0] * 14], dtype=torch.uint8) for pair in (a, b)]
+    scales = torch.full((1, 1), 0x7E, dtype=torch.uint8)
+    c = torch.tensor([[2.0**-20]])
+    got = accumulate(*codes, c, "sm_100.mxf4nvf4", scales_a=scales, scales_b=scales)
+    assert float(got) == (2.0**-20 if kept else 0.0)
 
 
 def test_k_zero_gives_c() -> None:

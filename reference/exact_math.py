@@ -264,13 +264,13 @@ class TanhTerms(NamedTuple):
     derivative: Tensor
 
 
-# Beyond 52, 1 - tanh(x)**2 is below half of the smallest subnormal; below 2**-12, tanh(x) rounds to x.
-TANH_MAX = 52.0
+# Beyond 53, 1 - tanh(x)**2 is below half of the smallest subnormal; below 2**-12, tanh(x) rounds to x.
+TANH_MAX = 53.0
 TANH_IDENTITY = 2.0**-12
 
 
 def _tanh_parts(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """(2**-32 * (exp(2z) - 1) / 2, 2**32 / (that unscaled + 1)) for 0 <= z <= 52."""
+    """(2**-32 * (exp(2z) - 1) / 2, 2**32 / (that unscaled + 1)) for 0 <= z <= 53."""
     bias = EXPONENT_BIAS - SCALE_EXPONENT
     shifted = fma(magnitude, 2 * LOG2_E, MAGIC + bias)
     k = shifted - (MAGIC + bias)
@@ -313,7 +313,7 @@ def tanh_terms(x: Tensor) -> TanhTerms:
 class NormalTail(NamedTuple):
     """What the normal distribution's functions of x share; float32, of the shape of x.
 
-    magnitude: min(|x|, 14.5) = z. exponential: 2**32 * exp(-z**2 / 2). mills: 2**-32 * tail(z) * exp(z**2 /
+    magnitude: min(|x|, 14.75) = z. exponential: 2**32 * exp(-z**2 / 2). mills: 2**-32 * tail(z) * exp(z**2 /
     2), where tail(z) is the probability beyond z.
     """
 
@@ -322,8 +322,8 @@ class NormalTail(NamedTuple):
     mills: Tensor
 
 
-# tail(14.5) is below half of the smallest subnormal.
-NORMAL_MAX = 14.5
+# Here tail(z) and z times the density are below half of the smallest subnormal.
+NORMAL_MAX = 14.75
 
 
 def normal_tail(x: Tensor) -> NormalTail:

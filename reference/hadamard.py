@@ -41,8 +41,10 @@ def rotate(
     experts, and rows that no expert owns are never read.
     signs: 16 of +1 and -1, None for none, left out: contract.rht_signs. contract: rht_rounding "bfloat16"
     rounds the result to bfloat16 (held in float32); rht_normalise "none" leaves out the factor 1/4. A NaN, or
-    two Infs, make NaN of what they reach; one Inf makes the whole block Inf. ValueError: a sign vector of
-    another length, a column count that is not a multiple of 16, another axis or shape.
+    two Infs, make NaN of what they reach; one Inf makes the whole block Inf. Zeros have the sign that
+    the additions give them: signs can turn a block of zeros into some -0.
+    ValueError: a sign vector of another length, a column count that is not a multiple of 16, another axis or
+    shape.
     """
     blocks, rows = _blocks(x, axis, experts)
     vector = _sign_vector(signs, contract, x.device)
@@ -69,30 +71,23 @@ def rotate_back(
     y: the result of rotate(x, axis, signs, contract, experts); experts as given there. Rows without an owner
     are 0.
     """
-    if axis == -2 and experts is not None:
-        slots = experts.blocks(BLOCK)
-        turned = rotate_back(y, axis, signs, contract, Experts.single(slots.capacity))
-        rows = torch.zeros((experts.capacity, y.shape[1]), dtype=turned.dtype, device=y.device)
-        place = experts.colwise_slots(BLOCK, y.device)
-        rows[place >= 0] = turned[place[place >= 0]]
-        return rows
-    blocks, rows_of = _blocks(y, axis, experts)
+    if axis == -2:
+        rows = experts if experts is not None else Experts.single(y.shape[0])
+        blocks, slots = _blocks(y, axis, rows.blocks(BLOCK))
+    else:
+        blocks, slots = _blocks(y, axis, experts)
     result = _butterflies(blocks) * (0.25 if contract.rht_normalise == "orthonormal" else 0.0625)
     vector = _sign_vector(signs, contract, y.device)
     if vector is not None:
         result = result * vector
-    back = _unblock(result, axis, rows_of, y.shape[1])
-    return back[: y.shape[0]] if axis == -2 else back
+    back = _unblock(result, axis, slots, y.shape[1])
+    return rows.from_blocks(back, BLOCK) if axis == -2 else back
 
 
 def _sign_vector(signs: Signs, contract: Contract, device: torch.device) -> torch.Tensor | None:
     # An empty sequence stands for "as the contract says", so that None can mean "no signs".
     chosen = contract.rht_signs if signs is not None and len(signs) == 0 else signs
-    return (
-        None
-        if chosen is None
-        else torch.tensor(check_signs(tuple(chosen)), dtype=torch.float32, device=device)
-    )
+    return None if chosen is None else torch.tensor(check_signs(tuple(chosen)), dtype=torch.float32, device=device)
 
 
 def _blocks(x: torch.Tensor, axis: int, experts: Experts | None) -> tuple[torch.Tensor, Experts]:
@@ -117,8 +112,14 @@ def _blocks(x: torch.Tensor, axis: int, experts: Experts | None) -> tuple[torch.
 
 def _unblock(blocks: torch.Tensor, axis: int, rows: Experts, hidden: int) -> torch.Tensor:
     if axis == -1:
-        return blocks.reshape(rows.capacity, hidden)
-    return blocks.reshape(hidden, rows.colwise_rows(BLOCK) * BLOCK).t().contiguous()
+        result, owners = blocks.reshape(rows.capacity, hidden), rows
+    else:
+        owners = rows.blocks(BLOCK)
+        result = blocks.reshape(hidden, owners.capacity).t().contiguous()
+    if owners.full:
+        return result
+    # Rotating zeros under signs can give -0; what nobody owns holds +0.
+    return torch.where(owners.valid_rows(result.device).unsqueeze(1), result, 0.0)
 
 
 def _butterflies(blocks: torch.Tensor) -> torch.Tensor:

@@ -79,8 +79,9 @@ class Quantized:
             amax = self.global_amax.to(torch.float32)
             if self.line_scaled:
                 amax = amax.unsqueeze(1) if self.axis == -1 else amax.unsqueeze(0)
-            elif amax.dim() == 1 and amax.numel():
-                amax = amax[self.experts.row_expert(codes.device).clamp(min=0)].unsqueeze(1)
+            elif amax.dim() == 1:
+                # The entry appended is that of rows without an expert, whose number is -1.
+                amax = torch.cat((amax, amax.new_zeros(1)))[self.experts.row_expert(codes.device)].unsqueeze(1)
             factor = torch.tensor(self.global_factor, dtype=torch.float32, device=codes.device)
             values = (self.element.decode(codes) * (self.row_scales() * (amax * factor))).to(dtype)
         if self.experts.full:

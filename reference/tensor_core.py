@@ -154,9 +154,7 @@ def _check_shapes(row: Model, a: Tensor, b: Tensor, restart: int) -> None:
     if restart < 0 or restart % row.group:
         raise ValueError(f"restart = {restart}: expected a multiple of {row.group}, the group of {row.name}")
     if restart and row.rounding == "rne_f16":
-        raise ValueError(
-            f"restart = {restart}: {row.name} accumulates in float16, chains are added in float32"
-        )
+        raise ValueError(f"restart = {restart}: {row.name} accumulates in float16, chains are added in float32")
 
 
 def _start(row: Model, c: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -355,14 +353,12 @@ def _round(row: Model, exact: Tensor, careful: bool) -> Tensor:
         steps = torch.where(below, exact, 0.0) * 2.0**149
         result = torch.where(below, (steps.int().double() * 2.0**-149).float(), result)
     if row.rounding == "rz_e8m13":
-        result = result.view(torch.int32).bitwise_and(-1 << 10).view(torch.float32)
-    # The sum of -0 and +0 is +0, the only zero a tensor core gives.
-    return result.add_(0.0) if careful or row.rounding == "rz_e8m13" else result
+        # The only place where a negative sum can become a zero of its sign, which the addition turns into +0.
+        result = result.view(torch.int32).bitwise_and(-1 << 10).view(torch.float32).add_(0.0)
+    return result
 
 
-def _group_bound(
-    row: Model, left: Side, right: Side, partial: Tensor, error: Tensor
-) -> tuple[Tensor, Tensor]:
+def _group_bound(row: Model, left: Side, right: Side, partial: Tensor, error: Tensor) -> tuple[Tensor, Tensor]:
     """The exact sum and its error bound after one more group, from those before it: float64 [M, N]."""
     x, y = left.values[:, 0], right.values[:, 0]
     top = torch.full(partial.shape, NO_EXPONENT, dtype=torch.int16, device=partial.device)

@@ -1,0 +1,157 @@
+"""Runs of paths for the property tests: which paths and devices, drawn cases, given tensors, and comparing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from hypothesis import settings
+
+from moe_numerics.cases import Case, TensorSpec
+from moe_numerics.compare import compare_output
+from moe_numerics.devices import Device, Outcome, default_devices, open_device
+from moe_numerics.drawing import Space
+from moe_numerics.paths import OutputSpec, Path, all_paths, find_path
+from moe_numerics.reference.contract import Contract
+from moe_numerics.reference.ragged import Experts
+from moe_numerics.running import CaseResult, expected_outputs
+
+VIRTUAL = ("virtual:sm_90a", "virtual:sm_100a")
+
+QUICK_ACTIVATIONS = ("swiglu", "geglu_erf", "relu", "clamped_swiglu", "situglu")
+
+FEW = (
+    "swiglu.fwd.mxfp8_e4m3",
+    "swiglu.bwd.mxfp8_e4m3",
+    "swiglu.bwd.bf16",
+    "relu.fwd.bf16",
+    "quantize.mxfp8_e5m2",
+)
+"""Paths that between them have every kind of output, input and data flow."""
+
+
+def thorough() -> bool:
+    """Whether the profile asks for more than the quick run."""
+    return settings.default is not None and settings.default.max_examples > 100
+
+
+def kernel_examples() -> settings:
+    """Settings for tests whose examples each launch kernels: a few, as each of them is thousands of elements."""
+    assert settings.default is not None
+    return settings(max_examples=max(3, settings.default.max_examples // 16))
+
+
+def representative_paths() -> list[Path]:
+    """Every path in the thorough profile; in the quick one a gated, a unary and each awkward activation."""
+    wanted = [f"{name}.{way}.{form}" for name in QUICK_ACTIVATIONS for way in ("fwd", "bwd")
+              for form in ("bf16", "mxfp8_e4m3")]  # fmt: skip
+    return [path for path in all_paths() if thorough() or path.id in wanted or path.id.startswith("quantize.")]
+
+
+def few_paths() -> list[Path]:
+    """Every path in the thorough profile, one of each kind in the quick one."""
+    return list(all_paths()) if thorough() else [find_path(name) for name in FEW]
+
+
+def kernel_devices() -> tuple[str, ...]:
+    """Names of devices that run kernels: both virtual GPUs, and CUDA where there is one."""
+    return tuple(dict.fromkeys((*VIRTUAL, *default_devices())))
+
+
+def reference_and_kernels() -> tuple[str, ...]:
+    """ "reference" and one virtual GPU in the quick profile, every device in the thorough one."""
+    return ("reference", *(kernel_devices() if thorough() else VIRTUAL[:1]))
+
+
+class ReferenceDevice:
+    """The reference in the place of a kernel, so that one test states a property of both."""
+
+    name = "reference"
+    evidence = "reference"
+
+    def activate(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def run(self, path: Path, case: Case, contract: Contract) -> Outcome:
+        return Outcome(expected_outputs(path, case, contract), ())
+
+
+ActiveDevice = Device
+
+
+@contextlib.contextmanager
+def active_device(name: str, schedule: str | int = "fast") -> Iterator[ActiveDevice]:
+    """A device that launches inside the context. Only one virtual GPU can be active at a time."""
+    opened: Device = ReferenceDevice() if name == "reference" else open_device(name, schedule)
+    with opened.activate():
+        yield opened
+
+
+def space(path: Path, profile: str = "suite", **choices: Any) -> Space:
+    """Small cases of a path that share one compilation: counts, probabilities, halves and int32 offsets are given.
+
+    choices: fields of `Space` that differ from that.
+    """
+    shared: dict[str, Any] = {
+        "paddings": (True,),
+        "probs": (True,),
+        "layouts": ("halves",),
+        "offsets_dtypes": ("int32",),
+        "alignments": (1, 16, 1, 8),
+        "max_experts": 8,
+        "max_rows": 160,
+        "max_hidden": 256,
+        "max_elements": 6_000,
+        "big_elements": 20_000,
+    }
+    return dataclasses.replace(path.space(profile), **{**shared, **choices})
+
+
+@dataclass(frozen=True, repr=False)
+class GivenTensors(Case):
+    """A case whose inputs are given tensors instead of what its values describe."""
+
+    given: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+
+    def tensors(self, inputs: Sequence[TensorSpec], device: str = "cpu") -> dict[str, torch.Tensor]:
+        made = super().tensors(inputs, device)
+        return {name: self.given[name].to(device, copy=True) if name in self.given else made[name] for name in made}
+
+
+def given_tensors(case: Case, given: Mapping[str, torch.Tensor]) -> GivenTensors:
+    """The case with these tensors; offsets and counts are still those of the case."""
+    fields = {item.name: getattr(case, item.name) for item in dataclasses.fields(Case)}
+    return GivenTensors(**fields, given={name: x for name, x in given.items() if name not in ("offsets", "counts")})
+
+
+def rows_of(spec: OutputSpec, experts: Experts, expert: int) -> slice:
+    """The rows of an output that belong to an expert."""
+    if spec.rows == "expert":
+        return slice(expert, expert + 1)
+    start, count = experts.starts[expert], experts.counts[expert]
+    if spec.rows == "token":
+        return slice(start, start + count)
+    if not count:
+        return slice(0, 0)
+    first = experts.colwise_row(expert, 0, 32)
+    return slice(first, first - (-count // 32))
+
+
+def assert_same(spec: OutputSpec, expected: torch.Tensor, got: torch.Tensor, claim: str) -> None:
+    """Every bit of two outputs agrees; NaN by class."""
+    finding = compare_output(spec.name, expected, got, format=spec.format)
+    assert finding.passed, f"{claim}: {finding.unexplained} elements of {spec.name} differ, {finding.first_mismatch}"
+
+
+def failure(result: CaseResult) -> str:
+    """What is wrong with a case, for an assertion's text."""
+    parts = [result.case.describe(), result.fault]
+    for finding in result.findings:
+        if not finding.passed:
+            parts.append(f"{finding.output}: {finding.unexplained} unexplained, first {finding.first_mismatch}")
+    return "\n".join(part for part in parts if part)

@@ -1,0 +1,85 @@
+"""Property 1: a fused kernel writes the bits of the reference, on every device, and nothing outside its rows.
+
+Faults this catches: any wrong bit in any output, a tile that is skipped or done for the wrong expert, a store to a row
+that no expert owns, a read of memory that nobody wrote.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_runs import (
+    ActiveDevice,
+    failure,
+    few_paths,
+    kernel_devices,
+    kernel_examples,
+    representative_paths,
+    space,
+    thorough,
+)
+
+from moe_numerics.cases import gauntlet_case
+from moe_numerics.paths import Path, all_paths
+from moe_numerics.running import run_case
+from moe_numerics.strategies import cases
+
+OTHER_VARIANT = {
+    "paddings": (False,),
+    "probs": (False,),
+    "layouts": ("interleaved:32",),
+    "offsets_dtypes": ("int64",),
+    "alignments": (32, 64),
+    "multiple": 32,
+}
+"""What `space` leaves out: no counts, no probabilities, interleaved columns, wide offsets, scale rows without spares."""
+
+
+def _id(path: Path) -> str:
+    return path.id
+
+
+@pytest.mark.parametrize("device", kernel_devices(), indirect=True)
+@pytest.mark.parametrize("path", representative_paths(), ids=_id)
+@kernel_examples()
+@given(data=st.data())
+def test_drawn_cases_agree_bit_for_bit(path: Path, device: ActiveDevice, data: st.DataObject) -> None:
+    case = data.draw(cases(space(path)))
+    result = run_case(path, case, path.contract("suite"), device)
+    assert result.passed, failure(result)
+
+
+@pytest.mark.parametrize("device", kernel_devices(), indirect=True)
+@pytest.mark.parametrize("path", few_paths(), ids=_id)
+@kernel_examples()
+@given(data=st.data())
+def test_other_layouts_offsets_and_options_agree(path: Path, device: ActiveDevice, data: st.DataObject) -> None:
+    drawn = path.space("suite") if thorough() else space(path, **{**OTHER_VARIANT, "layouts": path.layouts[1:2] or path.layouts})
+    case = data.draw(cases(drawn))
+    result = run_case(path, case, path.contract("suite"), device)
+    assert result.passed, failure(result)
+
+
+@pytest.mark.parametrize("device", kernel_devices(), indirect=True)
+@pytest.mark.parametrize("path", few_paths(), ids=_id)
+def test_the_gauntlet_agrees_bit_for_bit(path: Path, device: ActiveDevice) -> None:
+    case = gauntlet_case(path.id, inputs=path.inputs, hidden=160)
+    result = run_case(path, case, path.contract("suite"), device)
+    assert result.passed, failure(result)
+
+
+@pytest.mark.parametrize("device", kernel_devices()[:1], indirect=True)
+@pytest.mark.parametrize(
+    ("path", "profile"),
+    [(path, name) for path in all_paths() for name in path.profiles if name != "suite"],
+    ids=lambda value: value if isinstance(value, str) else _id(value),
+)
+@kernel_examples()
+@given(data=st.data())
+def test_other_profiles_agree_bit_for_bit(
+    path: Path, profile: str, device: ActiveDevice, data: st.DataObject
+) -> None:
+    case = data.draw(cases(space(path, profile)))
+    result = run_case(path, case, path.contract(profile), device)
+    assert result.passed, failure(result)
