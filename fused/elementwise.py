@@ -21,10 +21,10 @@ from moe_numerics.fused.compilation import Compiled, compile_function, current_t
 from moe_numerics.fused.launch import check_tensor, launch
 from moe_numerics.fused.memory import MaybeTensor
 from moe_numerics.fused.mxfp8 import BLOCK, Mxfp8
+from moe_numerics.fused.ragged import slot_grid
 from moe_numerics.fused.tile import (
     COLUMNS,
     ROWS,
-    SLOTS_PER_LAYER,
     Backward,
     Bfloat16,
     Forward,
@@ -52,6 +52,14 @@ def zero_kernel(amax: cute.Tensor) -> None:
     expert = block * SUM_THREADS + thread
     if expert < amax.shape[0]:
         amax[expert] = Float32(0.0)
+
+
+@cute.jit
+def zero_amax(amax: cute.Tensor, stream: Any) -> None:
+    """Launch `zero_kernel`."""
+    zero_kernel(amax).launch(
+        grid=[(amax.shape[0] + SUM_THREADS - 1) // SUM_THREADS, 1, 1], block=[SUM_THREADS, 1, 1], stream=stream
+    )
 
 
 @cute.kernel
@@ -101,13 +109,8 @@ def _launch(
     stream: Any,
 ) -> None:
     hidden = source.shape[1] // op.layout.inputs
-    slots = source.shape[0] // ROWS + offsets.shape[0] - 1
     columns = (hidden + COLUMNS - 1) // COLUMNS
-    zero_kernel(amax).launch(
-        grid=[(amax.shape[0] + SUM_THREADS - 1) // SUM_THREADS, 1, 1],
-        block=[SUM_THREADS, 1, 1],
-        stream=stream,
-    )
+    zero_amax(amax, stream)
     tile_kernel(
         op,
         sink,
@@ -127,7 +130,7 @@ def _launch(
         amax,
         shares,
     ).launch(
-        grid=[columns, cutlass.min(slots, SLOTS_PER_LAYER), (slots + SLOTS_PER_LAYER - 1) // SLOTS_PER_LAYER],
+        grid=slot_grid(columns, source.shape[0], offsets.shape[0] - 1, ROWS),
         block=[THREADS, 1, 1],
         stream=stream,
     )
@@ -139,7 +142,8 @@ def _launch(
         )
 
 
-def _fake(dtype: Any, *shape: Any, align: int) -> Any:
+def fake(dtype: Any, *shape: Any, align: int) -> Any:
+    """Stands for a contiguous tensor when a function is compiled; sizes are numbers or symbols."""
     order = tuple(reversed(range(len(shape))))
     return runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
@@ -171,19 +175,19 @@ class _Variant:
             self.op,
             self.sink,
             current_target(),
-            _fake(BFloat16, rows(), wide, align=16),
-            _fake(BFloat16, rows(), narrow, align=16) if backward else None,
-            _fake(Float32, rows(), align=4) if self.prob else None,
-            _fake(offset_type, rows(), align=offset_type.width // 8),
-            _fake(Int32, rows(), align=4) if self.counts else None,
-            None if quantised else _fake(BFloat16, rows(), own, align=16),
-            _fake(Uint8, rows(), own, align=16) if quantised else None,
-            _fake(Uint8, rows(), rows(), align=1) if quantised else None,
-            _fake(Uint8, rows(), own, align=16) if quantised else None,
-            _fake(Uint8, rows(), own, align=1) if quantised else None,
-            _fake(Float32, rows(), align=4),
-            _fake(Float32, rows(), rows(), align=4) if dprob else None,
-            _fake(Float32, rows(), align=4) if dprob else None,
+            fake(BFloat16, rows(), wide, align=16),
+            fake(BFloat16, rows(), narrow, align=16) if backward else None,
+            fake(Float32, rows(), align=4) if self.prob else None,
+            fake(offset_type, rows(), align=offset_type.width // 8),
+            fake(Int32, rows(), align=4) if self.counts else None,
+            None if quantised else fake(BFloat16, rows(), own, align=16),
+            fake(Uint8, rows(), own, align=16) if quantised else None,
+            fake(Uint8, rows(), rows(), align=1) if quantised else None,
+            fake(Uint8, rows(), own, align=16) if quantised else None,
+            fake(Uint8, rows(), own, align=1) if quantised else None,
+            fake(Float32, rows(), align=4),
+            fake(Float32, rows(), rows(), align=4) if dprob else None,
+            fake(Float32, rows(), align=4) if dprob else None,
             runtime.make_fake_stream(),
         )
 
@@ -197,6 +201,21 @@ def _parse_layout(activation: Activation, layout: str) -> Layout:
     if kind != "interleaved" or not block.isdigit() or int(block) % BLOCK or int(block) == 0:
         raise ValueError(f"layout is {layout!r}: expected 'halves' or 'interleaved:B', B a multiple of {BLOCK}")
     return Layout(2, int(block))
+
+
+def check_ragged(offsets: torch.Tensor, counts: torch.Tensor | None, device: torch.device, alignment: int) -> int:
+    """Number of experts. ValueError: offsets, counts or an alignment that no kernel takes, their contents aside."""
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"offsets have dtype {offsets.dtype}: expected int32 or int64")
+    check_tensor("offsets", offsets, offsets.dtype, (None,), device, offsets.element_size())
+    experts = offsets.shape[0] - 1
+    if experts < 1:
+        raise ValueError(f"offsets have {offsets.shape[0]} entries: expected one an expert and one more, at least 2")
+    if counts is not None:
+        check_tensor("counts", counts, torch.int32, (experts,), device, 4)
+    if not 1 <= alignment <= 256:
+        raise ValueError(f"alignment is {alignment}: expected 1 to 256")
+    return experts
 
 
 def _run(
@@ -225,18 +244,9 @@ def _run(
     hidden = width // activation.inputs
     if grad is not None:
         check_tensor("grad", grad, torch.bfloat16, (rows, hidden), device, 16)
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"offsets have dtype {offsets.dtype}: expected int32 or int64")
-    check_tensor("offsets", offsets, offsets.dtype, (None,), device, offsets.element_size())
-    experts = offsets.shape[0] - 1
-    if experts < 1:
-        raise ValueError(f"offsets have {offsets.shape[0]} entries: expected one an expert and one more, at least 2")
-    if counts is not None:
-        check_tensor("counts", counts, torch.int32, (experts,), device, 4)
+    experts = check_ragged(offsets, counts, device, alignment)
     if prob is not None:
         check_tensor("prob", prob, torch.float32, (rows,), device, 4)
-    if not 1 <= alignment <= 256:
-        raise ValueError(f"alignment is {alignment}: expected 1 to 256")
     if contract.maths != "exact":
         raise ValueError(f"maths is {contract.maths!r}: these kernels are compiled in exact maths")
 

@@ -47,9 +47,15 @@ class Store:
     def allocate(self, memory: Any) -> None:
         return None
 
+    def prepare(self, tensors: Any, stream: Any) -> None:
+        return None
+
+    def finish(self, tensors: Any, offsets: Any, counts: Any, stream: Any) -> None:
+        return None
+
     @cute.jit
     def write(
-        self, sums, thread: Int32, expert: Int32, first: Int32, end: Int32, column: Int32, columns: Int32, tensors, shared
+        self, sums, thread: Int32, expert: Int32, start: Int32, first: Int32, end: Int32, column: Int32, columns: Int32, tensors, shared
     ):  # type: ignore[no-untyped-def]
         """Store the tile that begins at row `first` and column `column`, up to row `end` and column `columns`."""
         (out,) = tensors

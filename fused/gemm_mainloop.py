@@ -113,6 +113,7 @@ def launch_grouped_gemm(
     column_tiles = (columns + (tiling.columns - 1)) // tiling.columns
     most = (x.shape[0] // tiling.rows + offsets.shape[0] - 1) * column_tiles
     clusters = cutlass.max(cutlass.min(most, multiprocessors // tiling.cluster), Int32(1))
+    epilogue.prepare(tensors, stream)
     grouped_gemm_kernel(
         epilogue,
         tiling,
@@ -136,6 +137,7 @@ def launch_grouped_gemm(
         min_blocks_per_mp=1,
         stream=stream,
     )
+    epilogue.finish(tensors, offsets, counts, stream)
 
 
 @cute.kernel
@@ -196,7 +198,7 @@ def grouped_gemm_kernel(
             filling = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, tiling.stages)
             for tile in cutlass.range(start, tiles, step, unroll=1):
                 row_tile, column_tile = locate_columns(tile, row_tiles, column_tiles)
-                expert, first, _ = find_row_tile(offsets, counts, row_tile, tiling.rows, lane)
+                expert, _, first, _ = find_row_tile(offsets, counts, row_tile, tiling.rows, lane)
                 x_source = cute.local_tile(
                     cute.domain_offset((first + rank * ROWS, 0), x), (ROWS, DEPTH), (0, None)
                 )
@@ -243,7 +245,7 @@ def grouped_gemm_kernel(
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         for tile in cutlass.range(start, tiles, step, unroll=1):
             row_tile, column_tile = locate_columns(tile, row_tiles, column_tiles)
-            expert, first, end = find_row_tile(offsets, counts, row_tile, tiling.rows, lane)
+            expert, expert_start, first, end = find_row_tile(offsets, counts, row_tile, tiling.rows, lane)
             sums.fill(0.0)
             for k in cutlass.range(depth_tiles, unroll=1):
                 ring.consumer_wait(reading)
@@ -266,6 +268,7 @@ def grouped_gemm_kernel(
                 sums,
                 thread - WARPGROUP,
                 expert,
+                expert_start,
                 first + rank * ROWS,
                 end,
                 column_tile * tiling.columns,

@@ -7,26 +7,16 @@ and the host never needs to know it.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 from moe_numerics.fused.memory import select
 
-__all__ = ["GROUP", "RowTile", "count_row_tiles", "find_row_tile", "locate_columns"]
+__all__ = ["GROUP", "count_row_tiles", "find_row_tile", "locate_columns"]
 
 LANES = 32
 # Column tiles that are gone through for one row tile before the next: neighbours in time share both operands in L2.
 GROUP = 8
-
-
-class RowTile(NamedTuple):
-    """Rows `first` to `end` (one past the last valid one) of an expert; the tile may reach beyond `end`."""
-
-    expert: Int32
-    first: Int32
-    end: Int32
 
 
 def _bounds(offsets: cute.Tensor, counts: cute.Tensor | None, expert: Int32) -> tuple[Int32, Int32]:
@@ -66,7 +56,10 @@ def count_row_tiles(offsets: cute.Tensor, counts, rows: cutlass.Constexpr, lane:
 
 @cute.jit
 def find_row_tile(offsets: cute.Tensor, counts, tile: Int32, rows: cutlass.Constexpr, lane: Int32):  # type: ignore[no-untyped-def]
-    """Expert, first row and end of row tile number `tile`. All lanes of a warp call this together."""
+    """Expert of row tile number `tile`, the expert's first row, the tile's first row and the expert's end.
+
+    The end is one past the last valid row; the tile may reach beyond it. All lanes of a warp call this together.
+    """
     before = Int32(0)
     expert = Int32(0)
     within = Int32(0)
@@ -83,7 +76,7 @@ def find_row_tile(offsets: cute.Tensor, counts, tile: Int32, rows: cutlass.Const
             within = tile - cute.arch.shuffle_sync(summed - own, winner)
         before = cute.arch.shuffle_sync(summed, LANES - 1)
     start, end = _bounds(offsets, counts, expert)
-    return expert, start + within * rows, end
+    return expert, start, start + within * rows, end
 
 
 @cute.jit

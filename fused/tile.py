@@ -19,7 +19,7 @@ from cutlass import Float32, Int32, Int64, Uint8, Uint32
 from moe_numerics.fused.activations import Activation
 from moe_numerics.fused.memory import MaybeTensor, load_words, pack_bf16, select, store_words, unpack_bf16
 from moe_numerics.fused.mxfp8 import Mxfp8
-from moe_numerics.fused.ragged import locate_tile
+from moe_numerics.fused.ragged import SLOTS_PER_LAYER, locate_tile, raise_amax
 
 __all__ = [
     "COLUMNS",
@@ -39,8 +39,6 @@ VECTOR = 8
 WORDS = VECTOR // 2
 LANES_PER_ROW = COLUMNS // VECTOR
 FULL_WARP = 32
-# blockIdx.y ends at 65,535: slots beyond one layer of the grid go on in blockIdx.z.
-SLOTS_PER_LAYER = 32768
 
 
 @dataclass(frozen=True)
@@ -208,18 +206,6 @@ def _compute(
     return [[quantizer.prepare(value) for value in stream] for stream in streams], share
 
 
-@cute.jit
-def _raise_amax(pointer: cute.Pointer, bits: Uint32) -> None:
-    """Raise an expert's amax to `bits` if it is lower.
-
-    Looking first keeps tens of thousands of tiles from queueing at one address: on an H200, [32768, 4096] MXFP8, the
-    atomic alone costs a quarter of the time.
-    """
-    cell = cute.recast_ptr(pointer, dtype=Uint32)
-    if cute.arch.load(cell, Uint32, sem="relaxed", scope="gpu") < bits:
-        cute.arch.atomic_max(cell, bits, sem="relaxed", scope="gpu")
-
-
 def _places(op: Any, column: Int32, hidden: Int32) -> list[Int32]:
     return [cute.assume(place, divby=VECTOR) for place in op.places(column, hidden)]
 
@@ -341,9 +327,7 @@ def tile_kernel(
                         if cutlass.const_expr(sink.dense_scale_rows):
                             scale_row = slot - expert
                         scales_colwise[scale_row, _place_of(op, own_column, hidden, stream_index)] = code.to(Uint8)
-        bits = cute.arch.warp_redux_sync(of_expert.bitcast(Uint32), "umax")
-        if lane == 0:
-            _raise_amax(amax.iterator + expert, bits)
+        raise_amax(amax.iterator + expert, of_expert, lane)
 
         if cutlass.const_expr(sink.blocks):
             cute.arch.sync_threads()

@@ -235,3 +235,25 @@ def diff(
     from moe_numerics.report.json_report import load
 
     print(render(diff_reports(load(old), load(new))))
+
+
+@app.command()
+def bench(
+    device: Annotated[str | None, typer.Option("--device", help="Device to measure on.")] = None,
+    out: Annotated[FilePath | None, typer.Option(help="File for the figures as JSON.")] = None,
+) -> None:
+    """Measure speeds, each as a ratio or beside what it is to be compared with, in one run."""
+    import dataclasses
+
+    from moe_numerics.bench import measure
+    from moe_numerics.devices import default_devices
+    from moe_numerics.report.atomic import write_files
+
+    name = device or default_devices()[0]
+    figures = []
+    for figure in measure(name):
+        figures.append(figure)
+        _console.print(f"{figure.value:12,.2f} {figure.unit}  {figure.what}", markup=False, soft_wrap=True)
+    if out is not None:
+        data = {"device": name, "figures": [dataclasses.asdict(figure) for figure in figures]}
+        write_files(out.parent, {out.name: json.dumps(data, indent=1) + "\n"})

@@ -19,6 +19,7 @@ from moe_numerics.reducing import (
     PLAIN_KINDS,
     extent,
     is_plain,
+    narrower,
     windowed,
     without_empty_experts,
     without_plain_tokens,
@@ -140,8 +141,10 @@ def draw_case(source: Source, space: Space) -> Case:
     )
     case = case.replace(values=_draw_values(source, space, case))
     # Last, because to drop experts and tokens changes seeded values, which by now have become edits.
-    keep_empty, keep_plain = source.integer(0, 15) > 0, source.integer(0, 15) > 0
+    keep_wide, keep_empty, keep_plain = (source.integer(0, 15) > 0 for _ in range(3))
     if is_plain(case):
+        least = math.lcm(space.multiple, int(case.layout.partition(":")[2] or 1))
+        case = case if keep_wide else narrower(case, space.inputs, min(hidden, least), case.layout)
         case = case if keep_empty else without_empty_experts(case)
         case = case if keep_plain else without_plain_tokens(case)
     return case

@@ -17,10 +17,11 @@ from moe_numerics.cases import Case, TensorSpec
 from moe_numerics.contract import ALIASES, PROFILES, profile
 from moe_numerics.drawing import Space
 from moe_numerics.findings import Grade
-from moe_numerics.reference import elementwise, mxfp8
+from moe_numerics.reference import elementwise, grouped_nvfp4, mxfp8, nvfp4
 from moe_numerics.reference.activations import ACTIVATIONS, CLAMPED_SWIGLU_PRESETS, Activation
 from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.formats import E4M3, E5M2, FloatFormat
+from moe_numerics.reference.grouped_nvfp4 import Recipe
 from moe_numerics.reference.ragged import Experts
 
 __all__ = ["DEVICES", "OutputSpec", "Path", "PathError", "all_paths", "find_path", "match_paths"]
@@ -39,13 +40,16 @@ class PathError(ValueError):
 class OutputSpec:
     """One output: its number format, its shape in words, and what its rows are.
 
-    rows: "token" (row of the buffer), "block" (a column-wise block of 32 rows of one expert) or "expert".
+    rows: "token" (row of the buffer), "block" (a column-wise block of 32 rows of one expert), "expert", "all" (every
+    element is owned), or "transposed": rows are columns of the buffer, and each `columns_per_block` columns belong to
+    a block of 16 rows of one expert.
     """
 
     name: str
     format: str
     shape: str
     rows: str
+    columns_per_block: int = 0
 
     @property
     def dtype(self) -> str:
@@ -53,15 +57,21 @@ class OutputSpec:
         return self.format if self.format in ("bfloat16", "float32") else "uint8"
 
     def owned(self, experts: Experts, device: torch.device | str = "cpu") -> torch.Tensor:
-        """bool [rows]: which rows the path writes."""
+        """bool, broadcastable to the output: what the path writes."""
         if self.rows == "token":
             return experts.valid_rows(device)
         if self.rows == "block":
             return experts.owned_colwise_rows(mxfp8.BLOCK, device)
-        return torch.ones(len(experts), dtype=torch.bool, device=device)
+        if self.rows == "transposed":
+            return (
+                experts.owned_colwise_rows(nvfp4.BLOCK, device).repeat_interleave(self.columns_per_block).unsqueeze(0)
+            )
+        return torch.ones(1, dtype=torch.bool, device=device)
 
-    def row_expert(self, experts: Experts, device: torch.device | str = "cpu") -> torch.Tensor:
-        """int64 [rows]: the expert of each row, -1 for none."""
+    def row_expert(self, experts: Experts, device: torch.device | str = "cpu") -> torch.Tensor | None:
+        """int64 [rows]: the expert of each row, -1 for none; None where rows have no expert."""
+        if self.rows in ("all", "transposed"):
+            return None
         if self.rows == "token":
             return experts.row_expert(device)
         if self.rows == "expert":
@@ -92,6 +102,7 @@ class Path:
     """One thing that is verified.
 
     profiles: name -> the grade that its contract is offered at. layouts: those of gate and up that the path takes.
+    multiple: what hidden sizes are multiples of.
     """
 
     id: str
@@ -101,6 +112,7 @@ class Path:
     profiles: Mapping[str, Grade]
     operation: Operation
     layouts: tuple[str, ...] = ("halves",)
+    multiple: int = 32
 
     def output(self, name: str) -> OutputSpec:
         """The output of this name. PathError: there is none."""
@@ -130,7 +142,7 @@ class Path:
 
     def space(self, profile: str) -> Space:
         """The cases that are drawn for this path."""
-        return Space(self.id, self.inputs, profile=profile, layouts=self.layouts)
+        return Space(self.id, self.inputs, profile=profile, layouts=self.layouts, multiple=self.multiple)
 
 
 _LAYOUTS = ("halves", "interleaved:32", "interleaved:64")
@@ -225,6 +237,43 @@ class _Quantize:
         )
 
 
+@dataclass(frozen=True)
+class _Nvfp4:
+    recipe: Recipe
+
+    def shapes(self, case: Case) -> Shapes:
+        contract = profile(case.profile)
+        return grouped_nvfp4.output_shapes(
+            case.capacity, case.hidden, len(case.counts), self.recipe, case.alignment, contract
+        )
+
+    def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
+        return grouped_nvfp4.quantize(
+            tensors["x"],
+            tensors["offsets"],
+            tensors.get("counts"),
+            recipe=self.recipe,
+            alignment=case.alignment,
+            contract=contract,
+            seed=case.seed,
+        )
+
+    def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
+        from moe_numerics.fused.grouped_nvfp4 import quantize
+
+        words = torch.tensor([case.seed & 0xFFFFFFFF, case.seed >> 32], dtype=torch.int64)
+        quantize(
+            tensors["x"],
+            tensors["offsets"],
+            tensors.get("counts"),
+            recipe=self.recipe,
+            alignment=case.alignment,
+            contract=contract,
+            seed=words.to(torch.uint32).view(torch.int32).to(tensors["x"].device),
+            out=out,
+        )
+
+
 def _written(element: FloatFormat | None, columns: str, bfloat16_name: str = "out") -> tuple[OutputSpec, ...]:
     amax = OutputSpec("amax", "float32", "[experts]", "expert")
     if element is None:
@@ -276,6 +325,49 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
     return paths
 
 
+_RECIPES = {
+    "": Recipe(),
+    ".rowwise": Recipe(colwise=False),
+    ".colwise": Recipe(rowwise=False),
+    ".rht": Recipe(rotated=True),
+    ".rht_colwise": Recipe(rowwise=False, rotated=True),
+    ".16x16": Recipe(block2d=True),
+    ".sr": Recipe(stochastic=True),
+    ".rht.sr": Recipe(rotated=True, stochastic=True),
+}
+
+
+def _described(recipe: Recipe) -> str:
+    block = "16x16" if recipe.block2d else "1x16"
+    copies = [f"row-wise {block}"] if recipe.rowwise else []
+    if recipe.colwise:
+        copies.append(f"transposed column-wise {'16x16' if recipe.block2d else '16x1'}{' rotated' * recipe.rotated}")
+    rounding = ", rounded stochastically (exact given the seed)" if recipe.stochastic else ""
+    return f"{' and '.join(copies)}, each with its amax{rounding}"
+
+
+def _nvfp4_outputs(recipe: Recipe) -> tuple[OutputSpec, ...]:
+    outputs: list[OutputSpec] = []
+    if recipe.rowwise:
+        outputs += [
+            OutputSpec("codes_rowwise", "E2M1x2", "[capacity, hidden / 2]", "token"),
+            OutputSpec("scales_rowwise", "E4M3", "[capacity, hidden / 16]", "token"),
+            OutputSpec("amax_rowwise", "float32", "[1] or [experts]", "all"),
+        ]
+    if recipe.colwise:
+        outputs += [
+            OutputSpec("codes_colwise", "E2M1x2", "[hidden, blocks of 16 rows * 8]", "transposed", 8),
+            OutputSpec("scales_colwise", "E4M3", "[hidden, blocks of 16 rows]", "transposed", 1),
+            OutputSpec("amax_colwise", "float32", "[1] or [experts]", "all"),
+        ]
+    return tuple(outputs)
+
+
+def _stochastic_profiles() -> dict[str, Grade]:
+    """Profiles whose random bits the kernels make themselves."""
+    return {name: "exact" for name, known in PROFILES.items() if known.contract.stochastic_source == "philox"}
+
+
 @cache
 def all_paths() -> tuple[Path, ...]:
     """Every path, in the order in which they are listed and run."""
@@ -293,6 +385,18 @@ def all_paths() -> tuple[Path, ...]:
                 _written(element, "hidden"),
                 _QUANTISE_PROFILES,
                 _Quantize(element),
+            )
+        )
+    for name, recipe in _RECIPES.items():
+        paths.append(
+            Path(
+                f"quantize.nvfp4{name}",
+                f"bfloat16 to NVFP4: {_described(recipe)}",
+                (TensorSpec("x"), *_RAGGED),
+                _nvfp4_outputs(recipe),
+                _stochastic_profiles() if recipe.stochastic else _QUANTISE_PROFILES,
+                _Nvfp4(recipe),
+                multiple=nvfp4.BLOCK,
             )
         )
     return tuple(paths)

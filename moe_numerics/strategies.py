@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from hypothesis import strategies as st
 
@@ -20,7 +21,11 @@ class _Drawn:
         self._draw = draw
 
     def integer(self, low: int, high: int) -> int:
-        return self._draw(st.integers(low, high))
+        return self._draw(_integers(low, high))
+
+
+# Drawing one case builds some fifty strategies, and building costs as much as drawing.
+_integers = lru_cache(maxsize=4096)(st.integers)
 
 
 @st.composite

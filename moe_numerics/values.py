@@ -204,7 +204,7 @@ def _zeros(places: Places) -> Bits:
 def _specials(places: Places) -> Bits:
     words = places.words("specials")
     special = np.array([NAN, INFINITY, INFINITY | _SIGN, NAN | _SIGN])[words & np.uint64(3)]
-    return np.where(below(words, 256) == 0, special, _gaussian(places))
+    return np.where(below(words, 128) == 0, special, _gaussian(places))
 
 
 def _random_bits(places: Places) -> Bits:
@@ -358,7 +358,7 @@ limits, zeros and range ends of activations, and their neighbours. ties_e4m3, ti
 between neighbouring codes in units of an exact block scale, and their neighbours. scale_edges: block
 amaxes at and beside the E8M0 steps. subnormal: subnormal and tiny. saturating: near the largest finite
 number, or past the largest code under a scale rounded down. log_uniform: every exponent as often.
-specials: gaussian with NaN and infinities in one element of 256. random_bits: every bit pattern as
+specials: gaussian with NaN and infinities in one element of 128. random_bits: every bit pattern as
 often. mixed, mixed_finite: another kind in every 32x32 tile.
 """
 

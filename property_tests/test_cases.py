@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 from pathlib import Path
@@ -176,16 +177,14 @@ def test_values_depend_only_on_their_own_place(case: Case) -> None:
 
 
 GOLDEN = {
-    "gate_up": "",
-    "grad": "",
-    "prob": "",
+    "gate_up": "67083974eb514b90",
+    "grad": "e94229f857b17aaa",
+    "prob": "a4cfa4d0f490c7d0",
 }
 
 
 def test_the_gauntlet_is_the_same_everywhere() -> None:
     """Catches bits that depend on the machine or on a library's version: recorded digests of the fixed case."""
-    import hashlib
-
     case = gauntlet_case("swiglu.bwd.bf16", inputs=INPUTS)
     digests = {
         name: hashlib.sha256(case.bits(spec).astype("<u4").tobytes()).hexdigest()[:16]
@@ -199,16 +198,12 @@ def test_the_gauntlet_has_all_of_it() -> None:
     case = gauntlet_case("swiglu.bwd.bf16", inputs=INPUTS)
     tensors = case.tensors(INPUTS)
     owned = torch.from_numpy(case.valid_rows())
-    for name in ("gate_up", "grad"):
-        x = tensors[name][owned]
-        bits = x.view(torch.int16).int() & 0xFFFF
+    gate, up = tensors["gate_up"].chunk(2, dim=1)
+    for x in (gate[owned], up[owned], tensors["grad"][owned]):
+        bits = x.contiguous().view(torch.int16).int() & 0xFFFF
         assert x.isnan().any()
-        assert (x == torch.inf).any()
-        assert (x == -torch.inf).any()
-        assert (bits == 0).any()
-        assert (bits == 0x8000).any()
+        assert {0x0000, 0x8000, 0x7F80, 0xFF80, 0x7F7F, 0xFF7F} <= set(bits.unique().tolist())
         assert ((bits & 0x7F80 == 0) & (bits & 0x7F != 0)).any()
-        assert (bits & 0x7FFF == 0x7F7F).any()
     prob = tensors["prob"][owned]
     assert (prob == 0).any()
     assert (prob == 1).any()

@@ -180,10 +180,13 @@ class TestB32OperandOrder:
 
 
 class TestB33GeluForms:
-    """mistral.rs#1867, executorch#22323, llm-scaler#484, Liger-Kernel#959: tanh and erf swapped; tanh overflows."""
+    """mistral.rs#1867, executorch#22323, llm-scaler#484, Liger-Kernel#959: tanh and erf swapped; tanh overflows.
+
+    At -4 torch's float32 forms cancel: -7.0214e-05 and -1.26481e-04. Exact are the values below.
+    """
 
     def test_the_reported_values(self) -> None:
-        assert f"{Gelu().forward(*one(-4.0)).item():.4e}" == "-7.0214e-05"
+        assert f"{Gelu().forward(*one(-4.0)).item():.4e}" == "-7.0246e-05"
         assert f"{GeluErf().forward(*one(-4.0)).item():.5e}" == "-1.26685e-04"
         assert abs(Gelu().forward(*one(2.6895)) - GeluErf().forward(*one(2.6895))).item() > 4.7e-4
         for x, expected in ((-13.24, 0.0), (40.0, 40.0)):
@@ -216,14 +219,14 @@ class TestB34DerivativesFarOut:
         activation = EVERY[name]
         grad = torch.full(FINITE.shape, 2.0**-8)
         others = torch.full(FINITE.shape, 0.5)
+        squares = name in ("srelu", "sreglu")  # these overflow by themselves
         for position in range(activation.inputs):
             operands = [others] * activation.inputs
             operands[position] = FINITE
             value, *gradients = activation.differentiate(grad, *operands)
             for gradient in gradients:
-                # Squares overflow by themselves.
-                overflow = FINITE.abs() > 2.0**60 if "srelu" in name else torch.zeros(FINITE.shape, dtype=torch.bool)
-                assert gradient[~overflow].isfinite().all()
+                in_range = FINITE.abs() < 2.0**60 if squares else FINITE.abs() >= 0
+                assert gradient[in_range].isfinite().all()
                 assert not gradient.isnan().any()
             assert not value.isnan().any()
 

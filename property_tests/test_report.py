@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -336,6 +337,19 @@ def test_any_report_survives_json(report: Report) -> None:
     assert json_report.from_json(text) == report
     validator().validate(json.loads(text))
     json.loads(text, parse_constant=pytest.fail)
+
+
+def test_an_infinite_sharpness_survives_every_form() -> None:
+    """Would catch Infinity in the JSON, which most readers refuse, and a page that cannot be made."""
+    row = passing_report().paths[-1]
+    missed = replace(row, outputs=(replace(row.outputs[0], sharpness=math.inf),))
+    report = Report(ENVIRONMENT, (missed,))
+    text = json_report.to_json(report)
+    assert json.loads(text)["paths"][0]["outputs"][0]["sharpness"] == "inf"
+    validator().validate(json.loads(text))
+    assert json_report.from_json(text) == report
+    assert "sharpness inf" in "".join(Page(html.to_html(report)).text)
+    assert "| inf |" in markdown.to_markdown(report)
 
 
 def test_a_key_that_is_missing_or_of_another_type_is_named() -> None:

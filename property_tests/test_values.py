@@ -32,7 +32,8 @@ def bits_of(
 
 
 def floats(bits: NDArray[np.uint16]) -> NDArray[np.float64]:
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def test_splitmix_known_answers() -> None:

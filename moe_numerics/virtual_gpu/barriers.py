@@ -28,6 +28,7 @@ class _Waiter:
     resume: int
     predicate: Array | None
     finish: Callable[[Index, Array, Array], None] | None
+    time: int = 0
 
 
 class NamedBarriers:
@@ -61,7 +62,7 @@ class NamedBarriers:
             if not 0 <= int(ids) < NAMED:
                 raise Fault("barrier", f"barrier {int(ids)} does not exist: a block has {NAMED}", 0)
             if w.tracker is not None:
-                w.tracker.barrier(w.index(None), None)
+                w.tracker.barrier([(w.index(None), 0)], None)
             return [None]
         threads = w.index(i)
         all_ids = np.broadcast_to(ids, threads.shape)
@@ -121,8 +122,11 @@ class NamedBarriers:
                 int(threads[blocks == b][0]) if (blocks == b).any() else int(threads[0]),
             )
         self.waiters.setdefault(number, []).append(
-            _Waiter(instruction, threads, w.resume if waits else -1, predicate, finish)
-        )
+            _Waiter(
+                instruction, threads, w.resume if waits else -1, predicate, finish,
+                0 if waits or w.tracker is None else w.tracker.now,
+            )
+        )  # fmt: skip
         self.busy = True
         self._complete(number)
 
@@ -144,19 +148,20 @@ class NamedBarriers:
             go = done[w.block[waiter.threads]]
             free, held = waiter.threads[go], waiter.threads[~go]
             if held.size:
-                keep.append(_Waiter(waiter.instruction, held, waiter.resume, None, waiter.finish))
+                keep.append(_Waiter(waiter.instruction, held, waiter.resume, None, waiter.finish, waiter.time))
             if free.size:
-                released.append((waiter.resume, free, waiter.finish))
+                released.append((waiter.resume, free, waiter.finish, waiter.time))
         if keep:
             self.waiters[number] = keep
         self.busy = bool(self.waiters)
         if released and w.tracker is not None:
-            leaving = [t for resume, t, _ in released if resume >= 0]
+            leaving = [t for resume, t, _, _ in released if resume >= 0]
+            nobody = np.empty(0, np.intp)
             w.tracker.barrier(
-                np.concatenate([t for _, t, _ in released]), np.concatenate(leaving) if leaving else None
+                [(t, time) for _, t, _, time in released], np.concatenate(leaving) if leaving else nobody
             )
         everyone = w.threads
-        for resume, free, finish in released:
+        for resume, free, finish, _ in released:
             if resume < 0:
                 continue
             i: Index = None if free.size == everyone else free

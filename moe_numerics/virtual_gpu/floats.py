@@ -156,8 +156,10 @@ def minmax(
     sign = (np.signbit(a) ^ np.signbit(b)) if xorsign else None
     if magnitude or xorsign:
         a, b = np.abs(a), np.abs(b)
-    pick = (np.maximum if propagate else np.fmax) if largest else (np.minimum if propagate else np.fmin)
-    r = pick(a, b)
+    r = np.maximum(a, b) if largest else np.minimum(a, b)
+    if not propagate and r.size and np.isnan(np.minimum.reduce(r, axis=None)):
+        # NumPy's fmax and fmin keep a signalling NaN; PTX takes the other operand.
+        r = np.where(np.isnan(a), b, np.where(np.isnan(b), a, r))
     both_zero = (a == 0) & (b == 0)
     if both_zero.any():
         negative = (np.signbit(a) & np.signbit(b)) if largest else (np.signbit(a) | np.signbit(b))

@@ -77,7 +77,7 @@ def perform(
         memory.check_writable(region, i, where, address)
         items = offsets >> memory.SHIFT[size]
         if region.must_be_written and w.checkers:
-            memory._check_written(w, i, region, items, size, 1, where, address)
+            memory.check_written(w, i, region, items, size, 1, where, address)
         if w.tracker is not None:
             w.tracker.access(w, i, where, region, offsets, size, "atomic")
         w.launch.traffic(region.space, "read", size * items.size)

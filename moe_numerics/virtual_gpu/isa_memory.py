@@ -46,7 +46,9 @@ def load(b: Lowering, m: Modifiers) -> Step:
 
     def step(w: Any, i: Index) -> None:
         w.strong = atomic
-        for write, values in zip(writes, memory.load(w, i, space, address(w, i), size, count), strict=True):
+        loaded = memory.load(w, i, space, address(w, i), size, count)
+        w.strong = False
+        for write, values in zip(writes, loaded, strict=True):
             write(w, i, values.view(view))
 
     return step
@@ -104,6 +106,7 @@ def store(b: Lowering, m: Modifiers) -> Step:
     def step(w: Any, i: Index) -> None:
         w.strong = strong
         memory.store(w, i, space, address(w, i), size, [np.asarray(r(w, i)).view(dtype) for r in reads])
+        w.strong = False
 
     return step
 

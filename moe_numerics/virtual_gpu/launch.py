@@ -11,6 +11,7 @@ from . import isa  # noqa: F401  (fills the table of instructions)
 from .errors import Finding, Triple, error
 from .lowering import SHARED_START, Program, dynamic_start
 from .memory import Memory
+from .races import Races
 from .schedule import Schedule
 from .wave import Wave
 
@@ -90,6 +91,7 @@ class Launch:
                 "launch", f"{len(self.arguments)} bytes of arguments, the kernel takes {wanted}", kernel=name
             )
         # The parameter block has a real address: tensor maps are read from it through generic pointers.
+        self.races = Races(self) if self.checkers else None
         self._raw = ctypes.create_string_buffer(max(wanted, 1) + 128)
         self.param_address = (ctypes.addressof(self._raw) + 127) & ~127
         ctypes.memmove(self.param_address, self.arguments, wanted)

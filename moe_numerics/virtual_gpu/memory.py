@@ -277,7 +277,7 @@ def load(w: Wave, i: Index, space: str, address: Array, size: int, count: int) -
     for region, offsets, where in parts:
         items = offsets >> shift if shift else offsets
         if region.must_be_written and w.checkers:
-            _check_written(w, i, region, items, size, count, where, address)
+            check_written(w, i, region, items, size, count, where, address)
         if w.tracker is not None:
             w.tracker.access(w, i, where, region, offsets, size * count, "read")
         values = [region.load(items if k == 0 else items + k, size) for k in range(count)]
@@ -290,7 +290,7 @@ def load(w: Wave, i: Index, space: str, address: Array, size: int, count: int) -
     return out
 
 
-def _check_written(
+def check_written(
     w: Wave, i: Index, region: Region, items: Offsets, size: int, count: int, where: Index, address: Array
 ) -> None:
     stored = _STORED[size]

@@ -45,6 +45,8 @@ class Wave:
         self._special: dict[str, Array] = {}
         self.resume = 0
         self.carry: Any = None
+        self.current: Any = None
+        self.line = 0
         self.strong = False
         self.time = 0
 
@@ -88,6 +90,9 @@ class Wave:
         self.all_live = True
         self.barriers = NamedBarriers(self)
         self.unit_count, self.unit_of = schedule.units(self)
+        if launch.races is not None:
+            launch.races.begin(self)
+            self.tracker = launch.races
         self.pools: list[dict[int, list[Index]]] = [{} for _ in range(self.unit_count)]
         self.asleep: dict[int, list[Index]] = {}
         self.parked = 0
@@ -258,9 +263,16 @@ class Wave:
                         self.asleep.setdefault(number, []).append(late)
                     if i is not None and not i.size:
                         continue
-                for step, current in segment.steps:  # noqa: B007
-                    step(self, i)
+                if self.tracker is None:
+                    for step, current in segment.steps:  # noqa: B007
+                        step(self, i)
+                else:
+                    for step, current in segment.steps:
+                        self.current, self.line = current, current.line
+                        step(self, i)
                 current = segment.end_instruction
+                if current is not None:
+                    self.current, self.line = current, current.line
                 assert segment.end is not None
                 for target, part in segment.end(self, i):
                     self._push_own(unit, target, part)

@@ -1,0 +1,225 @@
+"""NVFP4 quantisation over ragged experts: amax, then row-wise and transposed column-wise copies, in one call.
+
+Twin of `moe_numerics.reference.grouped_nvfp4`. The passes follow each other on the stream with the amax in device
+memory between them: nothing waits for the device, so a call can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.cute.runtime as runtime
+import torch
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8
+from moe_numerics.fused import transpose
+from moe_numerics.fused.compilation import Compiled, compile_function
+from moe_numerics.fused.elementwise import check_ragged, fake, zero_amax
+from moe_numerics.fused.hadamard import Rotation
+from moe_numerics.fused.launch import check_tensor, launch
+from moe_numerics.fused.memory import MaybeTensor
+from moe_numerics.fused.nvfp4 import BLOCK, Nvfp4
+from moe_numerics.fused.ragged import slot_grid
+from moe_numerics.reference.contract import SUITE, Contract
+from moe_numerics.reference.grouped_nvfp4 import COLWISE_STREAM, ROWWISE_STREAM, Recipe, output_shapes
+
+__all__ = ["quantize"]
+
+
+@cute.jit
+def _launch(
+    quantizer: cutlass.Constexpr,
+    rotation: cutlass.Constexpr,
+    block2d: cutlass.Constexpr,
+    dense: cutlass.Constexpr,
+    measure: cutlass.Constexpr,
+    x: cute.Tensor,
+    offsets: cute.Tensor,
+    counts: MaybeTensor,
+    seed: MaybeTensor,
+    codes_rowwise: MaybeTensor,
+    scales_rowwise: MaybeTensor,
+    amax_rowwise: MaybeTensor,
+    codes_colwise: MaybeTensor,
+    scales_colwise: MaybeTensor,
+    amax_colwise: MaybeTensor,
+    stream: Any,
+) -> None:
+    rows, hidden = x.shape
+    experts = offsets.shape[0] - 1
+    block = [transpose.THREADS, 1, 1]
+    narrow = slot_grid((hidden + transpose.COLUMNS - 1) // transpose.COLUMNS, rows, experts, transpose.ROWS)
+    wide = slot_grid(
+        (hidden + transpose.LINE_COLUMNS - 1) // transpose.LINE_COLUMNS, rows, experts, transpose.LINE_ROWS
+    )
+    if cutlass.const_expr(measure):
+        if cutlass.const_expr(amax_rowwise is not None):
+            zero_amax(amax_rowwise, stream)
+        if cutlass.const_expr(amax_colwise is not None):
+            zero_amax(amax_colwise, stream)
+        plain, rotated = amax_rowwise, None
+        if cutlass.const_expr(rotation is not None):
+            rotated = amax_colwise
+        elif cutlass.const_expr(amax_rowwise is None):
+            plain = amax_colwise
+        transpose.amax_kernel(quantizer, rotation, hidden, x, offsets, counts, plain, rotated).launch(
+            grid=narrow, block=block, stream=stream
+        )
+    if cutlass.const_expr(codes_rowwise is not None):
+        transpose.rowwise_kernel(
+            quantizer,
+            block2d,
+            ROWWISE_STREAM,
+            hidden,
+            x,
+            offsets,
+            counts,
+            seed,
+            amax_rowwise,
+            codes_rowwise,
+            scales_rowwise,
+        ).launch(grid=wide, block=block, stream=stream)
+    if cutlass.const_expr(codes_colwise is not None):
+        source = amax_colwise
+        if cutlass.const_expr(measure and rotation is None and amax_rowwise is not None):
+            # Both copies are of the same values: one amax serves both, and is written to both results.
+            source = amax_rowwise
+            copy_kernel(amax_rowwise, amax_colwise).launch(grid=[1, 1, 1], block=block, stream=stream)
+        transpose.colwise_kernel(
+            quantizer,
+            rotation,
+            block2d,
+            dense,
+            COLWISE_STREAM,
+            hidden,
+            x,
+            offsets,
+            counts,
+            seed,
+            source,
+            codes_colwise,
+            scales_colwise,
+        ).launch(grid=narrow, block=block, stream=stream)
+
+
+@cute.kernel
+def copy_kernel(source: cute.Tensor, target: cute.Tensor) -> None:
+    """target = source, one block of threads."""
+    thread, _, _ = cute.arch.thread_idx()
+    for place in range(thread, source.shape[0], transpose.THREADS):
+        target[place] = source[place]
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """What one compilation depends on."""
+
+    quantizer: Nvfp4
+    recipe: Recipe
+    rotation: Rotation | None
+    dense: bool
+    measure: bool
+    wide_offsets: bool
+    counts: bool
+
+    def compile(self) -> Compiled:
+        return compile_function(_launch, self, self._arguments)
+
+    def _arguments(self) -> Sequence[Any]:
+        size = cute.sym_int
+        offset_type = Int64 if self.wide_offsets else Int32
+        row, column = self.recipe.rowwise, self.recipe.colwise
+        return (
+            self.quantizer,
+            self.rotation,
+            self.recipe.block2d,
+            self.dense,
+            self.measure,
+            fake(BFloat16, size(), size(divisibility=BLOCK), align=16),
+            fake(offset_type, size(), align=offset_type.width // 8),
+            fake(Int32, size(), align=4) if self.counts else None,
+            fake(Int32, 2, align=4) if self.recipe.stochastic else None,
+            fake(Uint8, size(), size(divisibility=BLOCK // 2), align=16) if row else None,
+            fake(Uint8, size(), size(), align=1) if row else None,
+            fake(Float32, size(), align=4) if row else None,
+            fake(Uint8, size(), size(divisibility=BLOCK // 2), align=16) if column else None,
+            fake(Uint8, size(), size(), align=1) if column else None,
+            fake(Float32, size(), align=4) if column else None,
+            runtime.make_fake_stream(),
+        )
+
+
+def quantize(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    *,
+    recipe: Recipe,
+    alignment: int = 1,
+    contract: Contract = SUITE,
+    seed: torch.Tensor | None = None,
+    amax: Mapping[str, torch.Tensor] | None = None,
+    out: Mapping[str, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """NVFP4 copies of x that the recipe names.
+
+    x: bfloat16 [capacity, hidden], hidden a multiple of 16; offsets: int32 or int64 [experts + 1]; counts: int32
+    [experts] or None; all contiguous and on one device. seed: int32 [2] on the device, low word first, for stochastic
+    rounding. amax: `amax_rowwise` and `amax_colwise` if they are known already: then there is no first pass. Results:
+    see the reference; `out` gives their buffers. Unowned rows of x are not read, of the results not written.
+
+    ValueError: dtype, shape, device, stride or alignment of an argument; a choice of the contract that the kernels do
+    not have.
+    """
+    device = x.device
+    check_tensor("x", x, torch.bfloat16, (None, None), device, 16)
+    rows, hidden = x.shape
+    if hidden == 0 or hidden % BLOCK:
+        raise ValueError(f"x has {hidden} columns: expected a positive multiple of {BLOCK}")
+    experts = check_ragged(offsets, counts, device, alignment)
+    if contract.maths != "exact":
+        raise ValueError(f"maths is {contract.maths!r}: these kernels are compiled in exact maths")
+    if recipe.stochastic:
+        if contract.stochastic_source != "philox":
+            raise ValueError(f"stochastic_source is {contract.stochastic_source!r}: the kernels have philox")
+        if seed is None:
+            raise ValueError("seed is missing: stochastic rounding needs an int32 tensor of two words")
+        check_tensor("seed", seed, torch.int32, (2,), device, 4)
+    shapes = output_shapes(rows, hidden, experts, recipe, alignment, contract)
+    results = {} if out is None else dict(out)
+    for name, (shape, dtype) in shapes.items():
+        if amax is not None and name.startswith("amax"):
+            if name not in amax:
+                raise ValueError(f"amax lacks {name!r}: give the amax of every copy, or none")
+            results[name] = amax[name]
+        elif out is None:
+            results[name] = torch.empty(shape, dtype=dtype, device=device)
+        elif name not in results:
+            raise ValueError(f"out lacks {name!r}: expected {', '.join(shapes)}")
+        check_tensor(name, results[name], dtype, shape, device, 16 if name.startswith("codes") else 4)
+    variant = _Variant(
+        Nvfp4.of(contract, recipe.stochastic),
+        recipe,
+        Rotation.of(contract) if recipe.rotated else None,
+        alignment % BLOCK == 0,
+        amax is None,
+        offsets.dtype == torch.int64,
+        counts is not None,
+    )
+    launch(
+        variant.compile(),
+        x,
+        offsets,
+        counts,
+        seed if recipe.stochastic else None,
+        results.get("codes_rowwise"),
+        results.get("scales_rowwise"),
+        results.get("amax_rowwise"),
+        results.get("codes_colwise"),
+        results.get("scales_colwise"),
+        results.get("amax_colwise"),
+    )
+    return {name: results[name] for name in shapes}

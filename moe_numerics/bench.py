@@ -1,0 +1,194 @@
+"""Speeds as ratios measured in one run: fused kernels against the copy bandwidth, the virtual GPU against the clock.
+
+Every figure comes with what it is a ratio of. Times on CUDA are of replayed graphs (the host's part of a call is left
+out), medians over the replays; bytes are inputs once and outputs once. Nothing here is a test.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from moe_numerics.devices import CudaDevice, VirtualDevice, open_device
+from moe_numerics.reference.formats import E4M3
+
+__all__ = ["Measurement", "measure"]
+
+ROWS, HIDDEN, EXPERTS = 32768, 4096, 8
+REPLAYS = 30
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One figure: `value` in `unit`, for `what`."""
+
+    what: str
+    value: float
+    unit: str
+
+
+def measure(device: str) -> Iterator[Measurement]:
+    """Measure what can be measured on a device, one figure at a time. DeviceError: there is no such device."""
+    opened = open_device(device)
+    if isinstance(opened, CudaDevice):
+        with opened.activate():
+            yield from _cuda(device)
+    else:
+        assert isinstance(opened, VirtualDevice)
+        yield from _virtual(opened.target)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    """Median time of a replayed graph of one call."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            call()
+        graph.replay()
+        times = []
+        for _ in range(REPLAYS):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+def _copy_bandwidth(device: str) -> float:
+    """Bytes read and written in a second by a device-to-device copy of 2 GiB."""
+    source = torch.empty(1 << 29, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    for _ in range(3):
+        target.copy_(source)
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return 2 * source.numel() * 4 / sorted(times)[len(times) // 2]
+
+
+def _blocks(values: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain PyTorch MXFP8: what people write without a fused kernel. [rows, columns] float32."""
+    shaped = values.unflatten(dim, (-1, 32))
+    amax = shaped.abs().amax(dim, keepdim=True)
+    bits = (amax * (1 / 448)).view(torch.int32)
+    exponent = ((bits + 0x7FFFFF) >> 23).clamp(0, 254)
+    factor = ((254 - exponent) << 23).view(torch.float32)
+    codes = (shaped * factor).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return codes.flatten(dim - 1, dim), exponent.to(torch.uint8)
+
+
+def _plain_forward(gate_up: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    y = torch.nn.functional.silu(gate) * up * prob[:, None]
+    return (*_blocks(y, -1), *_blocks(y, -2))
+
+
+def _plain_backward(grad: torch.Tensor, gate_up: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    s = torch.sigmoid(gate)
+    weighted = grad.float() * prob[:, None]
+    dgate = weighted * up * s * (1 + gate * (1 - s))
+    dup = weighted * gate * s
+    both = torch.cat((dgate, dup), dim=-1)
+    return (*_blocks(both, -1), *_blocks(both, -2), (grad.float() * gate * s * up).sum(-1))
+
+
+def _cuda(device: str) -> Iterator[Measurement]:
+    from moe_numerics.fused.elementwise import activation_backward, activation_forward, quantize
+
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=device).to(torch.bfloat16)
+
+    gate_up, grad = normal(ROWS, 2 * HIDDEN), normal(ROWS, HIDDEN)
+    prob = torch.rand(ROWS, generator=generator, device=device)
+    offsets = torch.arange(0, ROWS + 1, ROWS // EXPERTS, dtype=torch.int32, device=device)
+    copy = _copy_bandwidth(device)
+    yield Measurement("device copy, read and written", copy / 1e12, "TB/s")
+
+    elements = ROWS * HIDDEN
+    scales = elements // 16
+    kernels: list[tuple[str, int, Callable[..., dict[str, torch.Tensor]], tuple[Any, ...]]] = [
+        ("quantize.mxfp8_e4m3", elements * 4 + scales, quantize, (grad, offsets, None)),
+        ("swiglu.fwd.bf16", elements * 6, activation_forward, (gate_up, offsets, None, prob)),
+        ("swiglu.fwd.mxfp8_e4m3", elements * 6 + scales, activation_forward, (gate_up, offsets, None, prob)),
+        ("swiglu.bwd.bf16", elements * 10, activation_backward, (grad, gate_up, offsets, None, prob)),
+        (
+            "swiglu.bwd.mxfp8_e4m3",
+            elements * 10 + 2 * scales,
+            activation_backward,
+            (grad, gate_up, offsets, None, prob),
+        ),
+    ]
+    for name, size, function, arguments in kernels:
+        options = {"element": E4M3} if "mxfp8" in name else {}
+        out = function(*arguments, **options)
+
+        def call(
+            function: Callable[..., Any] = function,
+            arguments: tuple[Any, ...] = arguments,
+            options: dict[str, Any] = options,
+            out: dict[str, torch.Tensor] = out,
+        ) -> None:
+            function(*arguments, **options, out=out)
+
+        seconds = _seconds(call)
+        yield Measurement(f"{name}, [{ROWS}, {HIDDEN}]", seconds * 1e6, "us")
+        yield Measurement(f"{name}, share of the copy bandwidth", 100 * size / seconds / copy, "%")
+    for name, size, plain, inputs in (
+        ("swiglu.fwd.mxfp8_e4m3", elements * 6 + scales, _plain_forward, (gate_up, prob)),
+        ("swiglu.bwd.mxfp8_e4m3", elements * 10 + 2 * scales, _plain_backward, (grad, gate_up, prob)),
+    ):
+        compiled = torch.compile(plain, dynamic=False)
+        seconds = _seconds(lambda compiled=compiled, inputs=inputs: compiled(*inputs))  # type: ignore[misc]
+        yield Measurement(f"torch.compile of the same work as {name}", seconds * 1e6, "us")
+        yield Measurement(
+            f"torch.compile of the same work as {name}, share of the copy bandwidth",
+            100 * size / seconds / copy,
+            "%",
+        )
+
+
+def _virtual(target: str) -> Iterator[Measurement]:
+    from moe_numerics.fused import compilation
+    from moe_numerics.fused.elementwise import activation_forward
+    from moe_numerics.virtual_gpu import virtual_gpu
+
+    token = compilation.domain.set("virtual")
+    try:
+        # A tile of 32 x 128 elements has 128 threads.
+        for tiles, threads in ((8, 1024), (782, 100_096)):
+            gate_up = torch.zeros(32 * tiles, 256, dtype=torch.bfloat16)
+            offsets = torch.tensor([0, 32 * tiles], dtype=torch.int32)
+            speeds = {}
+            for checkers in (False, True):
+                with virtual_gpu(target, checkers=checkers) as gpu:
+                    activation_forward(gate_up, offsets, element=E4M3)
+                    before, best = gpu.stats.thread_instructions, float("inf")
+                    for _ in range(3):
+                        started = time.perf_counter()
+                        activation_forward(gate_up, offsets, element=E4M3)
+                        best = min(best, time.perf_counter() - started)
+                    speeds[checkers] = (gpu.stats.thread_instructions - before) / 3 / best / 1e6
+            what = f"swiglu.fwd.mxfp8_e4m3 with {threads:,} threads"
+            yield Measurement(f"{what}, checkers off", speeds[False], "million thread-instructions/s")
+            yield Measurement(f"{what}, checkers on", speeds[True], "million thread-instructions/s")
+            yield Measurement(f"{what}, time with checkers over time without", speeds[False] / speeds[True], "x")
+    finally:
+        compilation.domain.reset(token)

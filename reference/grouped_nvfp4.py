@@ -1,0 +1,107 @@
+"""NVFP4 quantisation over ragged experts: row-wise and transposed column-wise copies, with or without rotation.
+
+Two passes: the amax of what is quantised, then the codes. The row-wise copy has the amax of x, the column-wise copy
+that of x or, rotated, of the rotated blocks (so a training step's input has two). With contract.amax_scope "tensor"
+an amax is one number over all experts, with "expert" one for each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from . import hadamard, nvfp4
+from .contract import SUITE, Contract
+from .quantized import Quantized
+from .ragged import Experts
+
+BLOCK = nvfp4.BLOCK
+# Numbers that tell the random streams of one tensor's two copies apart.
+ROWWISE_STREAM, COLWISE_STREAM = 0, 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is written of a tensor.
+
+    rowwise, colwise: which copies. rotated: the column-wise copy is of the rotated blocks. block2d: scales of 16x16
+    tiles. stochastic: codes are rounded stochastically, with Philox bits keyed by the seed.
+    ValueError: nothing to write; a rotation or stochastic rounding of 16x16 tiles, which weights have and never need.
+    """
+
+    rowwise: bool = True
+    colwise: bool = True
+    rotated: bool = False
+    block2d: bool = False
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.rowwise or self.colwise):
+            raise ValueError("neither rowwise nor colwise: a recipe writes at least one copy")
+        if self.rotated and not self.colwise:
+            raise ValueError("rotated without colwise: only the column-wise copy is rotated")
+        if self.block2d and (self.rotated or self.stochastic):
+            raise ValueError("block2d with rotated or stochastic: 16x16 tiles are for weights, which have neither")
+
+
+def output_shapes(
+    rows: int, hidden: int, experts: int, recipe: Recipe, alignment: int, contract: Contract
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Gives shape and dtype of each result for x [rows, hidden]."""
+    blocks = -(-rows // BLOCK) if alignment % BLOCK == 0 else rows // BLOCK + experts
+    scope = (1,) if contract.amax_scope == "tensor" else (experts,)
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    if recipe.rowwise:
+        shapes["codes_rowwise"] = ((rows, hidden // 2), torch.uint8)
+        shapes["scales_rowwise"] = ((rows, hidden // BLOCK), torch.uint8)
+        shapes["amax_rowwise"] = (scope, torch.float32)
+    if recipe.colwise:
+        shapes["codes_colwise"] = ((hidden, blocks * BLOCK // 2), torch.uint8)
+        shapes["scales_colwise"] = ((hidden, blocks), torch.uint8)
+        shapes["amax_colwise"] = (scope, torch.float32)
+    return shapes
+
+
+def quantize(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    *,
+    recipe: Recipe,
+    alignment: int = 1,
+    contract: Contract = SUITE,
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Gives the NVFP4 copies of x that the recipe names.
+
+    x: bfloat16 [capacity, hidden], hidden a multiple of 16; offsets: int32 or int64 [experts + 1]; counts: [experts]
+    or None. Results: `codes_rowwise` [capacity, hidden / 2], `scales_rowwise` [capacity, hidden / 16], `codes_colwise`
+    [hidden, blocks * 8], `scales_colwise` [hidden, blocks] as of `nvfp4.quantize`, `amax_rowwise` and `amax_colwise`
+    float32 [1] or [experts]. Rows without an owner are not read. ValueError: see `nvfp4.quantize`.
+    """
+    experts = Experts.from_offsets(offsets, counts, x.shape[0], alignment)
+    results: dict[str, torch.Tensor] = {}
+    if recipe.rowwise:
+        random = {"seed": seed, "tensor": ROWWISE_STREAM} if recipe.stochastic else {}
+        copy = nvfp4.quantize(x, -1, contract=contract, experts=experts, block2d=recipe.block2d, **random)
+        results |= _named("rowwise", copy)
+    if recipe.colwise:
+        random = {"seed": seed, "tensor": COLWISE_STREAM} if recipe.stochastic else {}
+        if recipe.rotated:
+            rotated = hadamard.rotate(x, -2, contract=contract, experts=experts)
+            blocks = experts.blocks(BLOCK)
+            copy = nvfp4.quantize(rotated, -2, contract=contract, experts=blocks, **random)
+        else:
+            copy = nvfp4.quantize(x, -2, contract=contract, experts=experts, block2d=recipe.block2d, **random)
+        results |= _named("colwise", copy)
+    return results
+
+
+def _named(which: str, copy: Quantized) -> dict[str, torch.Tensor]:
+    assert copy.global_amax is not None
+    return {
+        f"codes_{which}": copy.codes,
+        f"scales_{which}": copy.scales,
+        f"amax_{which}": copy.global_amax.reshape(-1),
+    }
