@@ -16,10 +16,11 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32
-from moe_numerics.fused.elementwise import SUM_THREADS, sum_shares_kernel, zero_kernel
+from moe_numerics.fused.elementwise import SUM_THREADS, sum_shares_kernel, zero_amax
 from moe_numerics.fused.gemm_epilogue import BLOCK, PER_BLOCK, VECTOR, block_values, drop_block, thread_place
 from moe_numerics.fused.memory import load_words, pack_bf16, select, store_words, unpack_bf16
-from moe_numerics.fused.tile import Backward, Forward, Sink, raise_amax
+from moe_numerics.fused.ragged import raise_amax
+from moe_numerics.fused.tile import Backward, Forward, Sink
 
 __all__ = ["ActivationBackward", "ActivationForward"]
 
@@ -167,19 +168,6 @@ def _write_rounded(
     return of_expert
 
 
-@cute.jit
-def _raise_expert_amax(amax: cute.Tensor, expert: Int32, of_lane: Float32, lane: Int32) -> None:
-    bits = cute.arch.warp_redux_sync(of_lane.bitcast(Uint32), "umax")
-    if lane == 0:
-        raise_amax(amax.iterator + expert, bits)
-
-
-def _prepare(amax: cute.Tensor, stream: Any) -> None:
-    zero_kernel(amax).launch(
-        grid=[(amax.shape[0] + SUM_THREADS - 1) // SUM_THREADS, 1, 1], block=[SUM_THREADS, 1, 1], stream=stream
-    )
-
-
 def _scale_row(dense: bool, start: Int32, expert: Int32, row: Int32) -> Int32:
     """Column-wise scale row of the block that begins at `row`."""
     index = start // BLOCK + (row - start) // BLOCK
@@ -204,7 +192,7 @@ class ActivationForward:
 
     @cute.jit
     def prepare(self, tensors, stream):  # type: ignore[no-untyped-def]
-        _prepare(tensors[-1], stream)
+        zero_amax(tensors[-1], stream)
 
     @cute.jit
     def finish(self, tensors, offsets: cute.Tensor, counts, stream):  # type: ignore[no-untyped-def]
@@ -301,7 +289,7 @@ class ActivationForward:
                 of_block = _write_rounded(quantizer, 1, hidden, at, values, valid, row, inside, out)
             of_expert = quantizer.magnitude_max(of_expert, select(inside, of_block, Float32(0.0)))
             drop_block(sums, inputs)
-        _raise_expert_amax(amax, expert, of_expert, lane)
+        raise_amax(amax.iterator + expert, of_expert, lane)
 
 
 @dataclass(frozen=True)
@@ -322,7 +310,7 @@ class ActivationBackward:
 
     @cute.jit
     def prepare(self, tensors, stream):  # type: ignore[no-untyped-def]
-        _prepare(tensors[7], stream)
+        zero_amax(tensors[7], stream)
 
     @cute.jit
     def finish(self, tensors, offsets: cute.Tensor, counts, stream):  # type: ignore[no-untyped-def]
@@ -430,7 +418,7 @@ class ActivationBackward:
                 of_block = _write_rounded(quantizer, inputs, width, at, values, valid, row, inside, out)
             of_expert = quantizer.magnitude_max(of_expert, select(inside, of_block, Float32(0.0)))
             drop_block(sums, 1)
-        _raise_expert_amax(amax, expert, of_expert, lane)
+        raise_amax(amax.iterator + expert, of_expert, lane)
 
 
 def inside_share(column: Int32, step: Int32, columns: Int32) -> Boolean:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from cutlass.cute.runtime import from_dlpack
 from moe_numerics.fused.compilation import Compiled
 
 __all__ = ["check_tensor", "launch"]
@@ -41,7 +42,13 @@ def launch(compiled: Compiled, first: torch.Tensor, *others: torch.Tensor | None
 
 
 def _argument(tensor: torch.Tensor | None) -> Any:
-    return tensor
+    """The tensor as the DSL takes it, its last dimension contiguous.
+
+    Left to itself the DSL looks for the one dimension of stride 1, which a matrix of at most one row does not have.
+    """
+    if tensor is None:
+        return None
+    return from_dlpack(tensor).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
 
 
 def _stream(device: torch.device) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,12 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from moe_numerics.reference import formats
 
-from moe_numerics.compare import CompareError, Finding, compare_output, merge, unchecked_output
-from moe_numerics.number_lines import LINES
+from moe_numerics.compare import CompareError, Finding, compare_output
 
-NARROW = ("E4M3", "E5M2", "E2M1", "E8M0", "UE4M3", "UE5M3", "E4M3FNUZ", "E5M2FNUZ")
 # Bit patterns of bfloat16 at which comparisons go wrong: both zeros, subnormals, ends, Inf and several NaNs.
 NASTY = (
     0x0000,
@@ -160,72 +155,6 @@ def test_counts_agree_with_a_comparison_element_by_element(
     assert {(expert, bucket): count for expert, bucket, count in finding.mismatch_map} == cells
 
 
-@pytest.mark.parametrize("name", NARROW)
-def test_the_ulp_line_of_a_narrow_format_is_the_order_of_its_values(name: str) -> None:
-    """All pairs of codes. Would catch a wrong sign bit, NaN code, or a sign in an unsigned format."""
-    element = getattr(formats, name)
-    line = LINES[name]
-    codes = list(range(1 << line.bits))
-    values = element.decode(torch.tensor(codes, dtype=torch.uint8), torch.float64).tolist()
-    numbers = [code for code in codes if not math.isnan(values[code])]
-    # Of the two zeros the negative one comes first; otherwise values of one format are distinct.
-    ordered = sorted(numbers, key=lambda code: (values[code], math.copysign(1, values[code])))
-    rank = {code: number for number, code in enumerate(ordered)}
-    expected = torch.tensor(numbers, dtype=torch.uint8).repeat_interleave(len(numbers))
-    got = torch.tensor(numbers, dtype=torch.uint8).repeat(len(numbers))
-    distance = line.distance(expected.numpy().astype(np.uint64), got.numpy().astype(np.uint64))
-    ranks = torch.tensor([rank.get(code, -1) for code in codes])
-    assert np.array_equal(distance, (ranks[expected.long()] - ranks[got.long()]).abs().numpy())
-    nans = [code for code in codes if math.isnan(values[code])]
-    assert np.flatnonzero(line.is_nan(np.array(codes, dtype=np.uint64))).tolist() == nans
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_ulp_line_of_a_16_bit_float_is_the_order_of_its_values(dtype: torch.dtype) -> None:
-    """All 65,536 codes. Would catch a NaN on the line, or an Inf off it."""
-    line = LINES[str(dtype).removeprefix("torch.")]
-    codes = np.arange(1 << 16, dtype=np.uint64)
-    values = torch.from_numpy(codes.astype(np.uint16).view(np.int16)).view(dtype).double().numpy()
-    assert np.array_equal(line.is_nan(codes), np.isnan(values))
-    numbers = codes[~np.isnan(values)]
-    order = np.lexsort((np.copysign(1, values[numbers]), values[numbers]))
-    steps = line.distance(numbers[order][:-1], numbers[order][1:])
-    assert (steps == 1).all()
-    assert line.distance(numbers[order][:1], numbers[order][-1:])[0] == len(numbers) - 1
-
-
-@given(
-    start=st.floats(width=32, allow_nan=False, allow_infinity=False),
-    steps=st.integers(1, 50),
-    dtype=st.sampled_from((torch.float32, torch.float64)),
-)
-def test_ulp_distance_counts_steps_of_nextafter(start: float, steps: int, dtype: torch.dtype) -> None:
-    """Would catch a distance taken on raw bits, which jumps where the sign changes."""
-    one = torch.tensor([start], dtype=dtype)
-    other = one.clone()
-    zeros = 0
-    for _ in range(steps):
-        after = torch.nextafter(other, torch.tensor(math.inf, dtype=dtype))
-        # nextafter passes from the negative subnormals to -0 and from there to the positive ones, past +0.
-        zeros += int(bool(torch.signbit(other).item()) and not bool(torch.signbit(after).item()))
-        other = after
-    finding = compare_output("out", one, other)
-    assert finding.max_ulp == steps + zeros
-    assert compare_output("out", other, one).max_ulp == finding.max_ulp
-
-
-@pytest.mark.parametrize(("dtype", "low", "high"), [(torch.int32, -(2**31), 2**31 - 1), (torch.float64, -1e308, 1e308)])
-def test_distances_wider_than_a_signed_integer_do_not_overflow(dtype: torch.dtype, low: float, high: float) -> None:
-    """Would catch a difference taken in a signed type of the same width, which wraps around."""
-    finding = compare_output("counts", torch.tensor([low], dtype=dtype), torch.tensor([high], dtype=dtype))
-    width = torch.tensor([], dtype=dtype).element_size() * 8
-    assert finding.max_ulp is not None
-    assert finding.max_ulp > 1 << (width - 1)
-    (label,) = finding.ulp_histogram
-    low_end, high_end = (int(end) for end in label.split("-"))
-    assert low_end <= finding.max_ulp <= high_end == 2 * low_end - 1
-
-
 def test_zeros_of_both_signs_differ_and_nans_are_one_class() -> None:
     """Would catch a comparison with ==, which hides a lost sign and makes every NaN a mismatch."""
     zeros = compare_output("out", torch.tensor([0.0, -0.0]), torch.tensor([-0.0, -0.0]))
@@ -251,97 +180,6 @@ def test_a_scale_that_is_off_by_one_is_found(shift: int, seed: int) -> None:
     assert finding.passed == (shift == 0)
     assert finding.max_ulp == abs(shift)
     assert finding.unexplained == (0 if shift == 0 else 132)
-
-
-@given(
-    rows=st.integers(1, 12),
-    cut=st.integers(0, 12),
-    columns=st.sampled_from((1, 3, 32, 64)),
-    seed=st.integers(0, 2**16),
-)
-def test_findings_of_parts_add_up_to_the_finding_of_the_whole(rows: int, cut: int, columns: int, seed: int) -> None:
-    """Would catch a count, histogram, map or maximum that is lost or doubled when cases are merged."""
-    cut = min(cut, rows)
-    generator = torch.Generator().manual_seed(seed)
-    expected = torch.randn(rows, columns, generator=generator)
-    got = torch.where(torch.rand(rows, columns, generator=generator) < 0.3, expected * 1.001, expected)
-    got[torch.rand(rows, columns, generator=generator) < 0.05] = math.nan
-    experts = torch.arange(rows) // 3
-    owned = experts != 1
-    bound = expected.double().abs() * 0.0005 * torch.rand(rows, columns, generator=generator) * 4
-
-    def part(low: int, high: int) -> Finding:
-        return compare_output(
-            "out",
-            expected[low:high],
-            got[low:high],
-            owned=owned[low:high],
-            row_expert=experts[low:high],
-            fill=0,
-            oracle=expected[low:high].double(),
-            bound=bound[low:high],
-        )
-
-    whole, merged = part(0, rows), merge([part(0, cut), part(cut, rows)])
-    # Rows are numbered within each case, so positions are those of the part.
-    comparable: dict[str, Any] = {"first_mismatch": None, "experts": 0}
-    assert replace(merged, **comparable) == replace(whole, **comparable)
-    assert merged.experts <= whole.experts
-    assert list(merged.ulp_histogram) == list(whole.ulp_histogram)
-    assert list(merged.error_histogram) == list(whole.error_histogram)
-    assert (merged.first_mismatch is None) == (whole.first_mismatch is None)
-    if merged.first_mismatch and whole.first_mismatch:
-        assert merged.first_mismatch["explained"] == whole.first_mismatch["explained"]
-
-
-def test_merging_keeps_the_first_unexplained_mismatch_and_its_command() -> None:
-    """Would catch a report that shows an explained mismatch, or the command of another case."""
-    expected = torch.tensor([[1.0]])
-    oracle, near, far = expected.double(), torch.tensor([[1.25]]), torch.tensor([[4.0]])
-    explained, unexplained = (
-        replace(
-            compare_output("out", expected, got, oracle=oracle, bound=torch.full_like(oracle, 0.5)),
-            reproduce=f"run {name}.json",
-        )
-        for name, got in (("near", near), ("far", far))
-    )
-    merged = merge([explained, unexplained, replace(unexplained, reproduce="run later.json")])
-    assert merged.reproduce == "run far.json"
-    assert merged.first_mismatch == unexplained.first_mismatch
-    assert merged.sharpness == 6.0
-
-
-def test_merging_takes_the_weakest_grade_that_checked_anything() -> None:
-    """Would catch a bounded output reported as exact, or unchecked elements that vanish in a merge."""
-    value = torch.ones(2, 2)
-    exact = compare_output("out", value, value)
-    bounded = compare_output("out", value, value, oracle=value.double(), bound=value.double())
-    unchecked = unchecked_output("out", 4, "rows of another profile")
-    merged = merge([exact, bounded, unchecked, unchecked])
-    assert (merged.grade, merged.elements, merged.bit_equal, merged.unchecked) == ("bounded", 16, 8, 8)
-    assert merged.reason == "rows of another profile"
-    assert merge([exact, unchecked]).grade == "exact"
-    assert merge([unchecked]) == unchecked
-    with pytest.raises(CompareError, match="no findings to merge"):
-        merge([])
-    with pytest.raises(CompareError, match="different outputs"):
-        merge([exact, replace(exact, output="amax")])
-
-
-@given(columns=st.integers(1, 400))
-def test_every_column_has_its_place_in_the_map(columns: int) -> None:
-    """Would catch a map that runs out of range, or shows the columns out of order."""
-    expected = torch.zeros(1, columns, dtype=torch.int32)
-    finding = compare_output("out", expected, expected + 1, row_expert=torch.tensor([5]))
-    buckets = [bucket for _, bucket, _ in finding.mismatch_map]
-    assert buckets == sorted(set(buckets))
-    assert buckets[0] >= 0
-    assert buckets[-1] < 32
-    assert len(buckets) == min(columns, 32)
-    counts = [count for _, _, count in finding.mismatch_map]
-    assert sum(counts) == columns
-    assert max(counts) - min(counts) <= 1
-    assert all(later > earlier for earlier, later in pairwise(buckets))
 
 
 @given(
@@ -397,27 +235,6 @@ def test_bits_above_a_narrow_code_are_a_mismatch() -> None:
     assert finding.ulp_histogram == {"nan": 2}
     assert finding.first_mismatch is not None
     assert finding.first_mismatch["got"] == "not a code of E2M1"
-
-
-@pytest.mark.parametrize(
-    ("number_format", "code", "text"),
-    [
-        ("E4M3", 0x7E, "448"),
-        ("E4M3", 0x80, "-0"),
-        ("E5M2", 0x7C, "inf"),
-        ("E2M1", 0xF, "-6"),
-        ("E8M0", 0x7F, "2^0"),
-        ("E8M0", 0xFF, "nan"),
-        ("uint8", 0xFF, "255"),
-        ("bfloat16", 0x3F81, "1.0078125"),
-        ("float32", 0x3DCCCCCD, "0.100000001"),
-        ("float64", 0x3FB999999999999A, "0.1"),
-        ("int32", 0xFFFFFFFE, "-2"),
-    ],
-)
-def test_values_are_shown_as_people_read_them(number_format: str, code: int, text: str) -> None:
-    """Would catch a first mismatch whose value is that of other bits."""
-    assert LINES[number_format].text(code) == text
 
 
 def test_what_a_path_does_not_own_must_keep_its_fill() -> None:
@@ -588,6 +405,8 @@ def test_a_cuda_device_gives_the_finding_of_the_cpu() -> None:
 
 
 FLOATS, CODES = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.uint8)
+
+
 DOUBLES = torch.zeros(2, 3, dtype=torch.float64)
 
 

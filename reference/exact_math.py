@@ -95,9 +95,7 @@ def float32(value: float) -> float:
 def as_float32(name: str, x: Tensor) -> Tensor:
     """`x` as float32, exactly; raises TypeError unless it is float32, bfloat16 or float16."""
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(
-            f"{name} is {x.dtype}: expected float32, bfloat16 or float16, which float32 holds exactly"
-        )
+        raise TypeError(f"{name} is {x.dtype}: expected float32, bfloat16 or float16, which float32 holds exactly")
     return x.float()
 
 
@@ -122,11 +120,11 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
     count = math.prod(shape)
     if a.is_cuda or count <= _FMA_BLOCK:
         return _fma_block(a, b, c)
-    a, b, c = (x.expand(shape).reshape(-1) if isinstance(x, Tensor) else x for x in (a, b, c))
+    flat = [x.expand(shape).reshape(-1) if isinstance(x, Tensor) else x for x in (a, b, c)]
     result = torch.empty(count, dtype=torch.float32)
     for start in range(0, count, _FMA_BLOCK):
         block = slice(start, min(start + _FMA_BLOCK, count))
-        result[block] = _fma_block(*(x[block] if isinstance(x, Tensor) else x for x in (a, b, c)))
+        result[block] = _fma_block(*(x[block] if isinstance(x, Tensor) else x for x in flat))
     return result.view(shape)
 
 

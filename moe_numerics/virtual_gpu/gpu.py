@@ -86,8 +86,12 @@ class VirtualGPU:
         """Marks a tensor's elements as never written: reading one before a store to it is an error."""
         allocation = self._allocation(tensor)
         if allocation is not None:
-            allocation.track()
-            _elements(allocation, tensor).fill_(0)
+            whole = tensor.numel() * tensor.element_size() == allocation.size
+            if allocation.shadow is not None or not whole:
+                allocation.track()
+                _elements(allocation, tensor).fill_(0)
+            else:
+                allocation.track(defined=False)
             allocation.must_be_written = True
 
     def written(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -84,10 +84,11 @@ class Allocation(Region):
         self.owner = owner
         self.readonly = readonly
 
-    def track(self) -> npt.NDArray[np.uint8]:
-        """The shadow of the bytes from `base` on, made (all defined) if there is none."""
+    def track(self, defined: bool = True) -> npt.NDArray[np.uint8]:
+        """The shadow of the bytes from `base` on, made if there is none, with all bytes defined or none of them."""
         if self.shadow is None:
-            self.shadow = np.ones(self.buffer.size, np.uint8)
+            # Zeros are not touched until they are used, so that the shadow of a sparse buffer is sparse too.
+            self.shadow = (np.ones if defined else np.zeros)(self.buffer.size, np.uint8)
             self._shadows = {}
         return self.shadow[self.base - self.start : self.base - self.start + self.size]
 
@@ -323,10 +324,15 @@ def store(w: Wave, i: Index, space: str, address: Array, size: int, values: list
     w.launch.traffic(parts[0][0].space if parts else space, "written", address.size * size * count)
     for region, offsets, where in parts:
         check_writable(region, i, where, address)
-        if w.tracker is not None:
-            w.tracker.access(w, i, where, region, offsets, size * count, "write")
         items = offsets >> shift if shift else offsets
-        for k, v in enumerate(values):
-            region.store(
-                items if k == 0 else items + k, size, v if where is None or v.ndim == 0 else v[where]
-            )
+        mine = [v if where is None or v.ndim == 0 else v[where] for v in values]
+        if w.tracker is not None:
+            w.tracker.access(w, i, where, region, offsets, size * count, "write", (items, size, mine))
+        for k, v in enumerate(mine):
+            at = items if k == 0 else items + k
+            region.store(at, size, v)
+            if w.tracker is not None and not w.strong:
+                lost = region.load(at, size) != v
+                if lost.any():
+                    n = first(lost)
+                    w.tracker.conflict(w, position(i, n if where is None else int(where[n])), region, int(offsets[n]))

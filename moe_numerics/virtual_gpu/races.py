@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 _MANY_BLOCKS = -(2**62)
 _LOG_LIMIT = 64 << 20
+_PAGE = 64 << 20
 TIME, STRONG, ASYNC, THREAD = 24, 23, 22, (1 << 22) - 1
 
 
@@ -70,7 +71,6 @@ class GlobalHistory:
     log: list[tuple[Any, ...]]
     logged: int = 0
     has_writes: bool = False
-    fresh: bool = True
     reads: bool = False
 
     @classmethod
@@ -93,11 +93,12 @@ class Races:
         self.launch = launch
         self.granule = granule(launch)
         self.between_blocks = not orders_blocks(launch)
-        self.histories: dict[int, GlobalHistory] = {}
+        self.histories: dict[tuple[int, int], GlobalHistory] = {}
         self.reported: set[tuple[Any, ...]] = set()
         self.now = 1
         # The PTX line of each moment, and launch-wide thread numbers of a whole wave.
         self.lines = [0, 0]
+        self._stored: Any = None
         self._whole: tuple[Wave, Array] | None = None
 
     def tick(self) -> None:
@@ -232,8 +233,13 @@ class Races:
 
     # -- accesses -------------------------------------------------------------------------------------------------
 
-    def access(self, w: Wave, i: Index, where: Index, region: Region, offsets: Array, size: int, kind: str) -> None:
-        """One access of each thread: `kind` is read, write or atomic."""
+    def access(
+        self, w: Wave, i: Index, where: Index, region: Region, offsets: Array, size: int, kind: str, stored: Any = None
+    ) -> None:
+        """One access of each thread: `kind` is read, write or atomic.
+
+        stored: item numbers, item size and values of a write, to tell whether it changes anything.
+        """
         if region.space == "local":
             return
         self.tick()
@@ -241,34 +247,56 @@ class Races:
         if where is not None:
             threads = threads[where]
         strong = kind == "atomic" or w.strong
+        self._stored = stored
         if region.space == "shared":
-            cells, threads = self._cells(offsets, size, self.granule, threads)
-            self._shared(w, threads, cells, kind, strong)
+            cells, index = self._cells(offsets, size, self.granule, threads.size)
+            self._shared(w, threads, index, cells, kind, strong)
         elif isinstance(region, Allocation) and not region.readonly:
-            self._global(w, threads, region, offsets, size, kind, strong)
+            if region.buffer.size <= _PAGE:
+                self._global(w, threads, region, 0, offsets, size, kind, strong)
+                return
+            pages = offsets // _PAGE
+            for page in np.unique(pages):
+                chosen = pages == page
+                self._stored = None if stored is None else (
+                    stored[0][chosen], stored[1], [v if v.ndim == 0 else v[chosen] for v in stored[2]]
+                )  # fmt: skip
+                self._global(w, threads[chosen], region, int(page), offsets[chosen] - page * _PAGE, size, kind, strong)
+
+    def _changes(self, w: Wave, region: Region, index: Array) -> Array:
+        """For accesses by number: whether the write changes what is there. Storing the same value again is harmless."""
+        if self._stored is None:
+            return np.ones(index.size, bool)
+        items, size, values = self._stored
+        changed = np.zeros(index.size, bool)
+        for k, v in enumerate(values):
+            changed |= region.load(items[index] + k, size) != (v if v.ndim == 0 else v[index])
+        return changed
 
     @staticmethod
-    def _cells(offsets: Array, size: int, granule_size: int, threads: Array) -> tuple[Array, Array]:
-        count = max(1, size // granule_size)
+    def _cells(offsets: Array, size: int, granule_size: int, count: int) -> tuple[Array, Any]:
+        """The granules that accesses touch and the number of the access of each."""
+        each = max(1, size // granule_size)
         cells = offsets // granule_size if granule_size > 1 else offsets
-        if count == 1:
-            return cells, threads
-        return (cells[:, None] + np.arange(count)).reshape(-1), np.repeat(threads, count)
+        if each == 1:
+            return cells, slice(None)
+        return (cells[:, None] + np.arange(each)).reshape(-1), np.repeat(np.arange(count), each)
 
-    def _shared(self, w: Wave, threads: Array, cells: Array, kind: str, strong: bool) -> None:
+    def _shared(self, w: Wave, threads: Array, index: Any, cells: Array, kind: str, strong: bool) -> None:
         written = self.written.take(cells)
+        owners = threads[index]
         if written.size and int(written.max()) >> TIME > self.floor_least:
-            self._check_writers(w, threads, cells, written, kind, strong)
+            self._check_writers(w, owners, cells, written, kind, strong, index)
         if kind == "read":
             if not strong:
-                self.pending.append((threads, cells, self.now))
+                self.pending.append((owners, cells, self.now))
             return
         if self.pending or self.read_time is not None:
-            self._check_readers(w, threads, cells, kind)
-        self.written[cells] = (self.now << TIME | strong << STRONG) + threads + 1
+            self._check_readers(w, owners, cells, kind)
+        self.written[cells] = (self.now << TIME | strong << STRONG) + owners + 1
 
     def _check_writers(
-        self, w: Wave, threads: Array, cells: Array, written: Array, kind: str, strong: bool
+        self, w: Wave, threads: Array, cells: Array, written: Array, kind: str, strong: bool, index: Any = None
     ) -> None:
         risky = written > 0
         if strong:
@@ -278,6 +306,9 @@ class Races:
             return
         times, writers = written[at] >> TIME, (written[at] & THREAD) - 1
         ok = self._ordered_or_agent(threads[at], writers, times)
+        if not ok.all() and kind == "write" and index is not None:
+            bad = at[~ok]
+            ok[~ok] = ~self._changes(w, w.shared_region, bad if isinstance(index, slice) else index[bad])
         if not ok.all():
             k = int(np.flatnonzero(~ok)[0])
             self._report(w, kind, "shared", int(threads[at[k]]), int(writers[k]), "wrote", self.lines[int(times[k])],
@@ -388,17 +419,19 @@ class Races:
     # -- global memory --------------------------------------------------------------------------------------------
 
     def _global(
-        self, w: Wave, threads: Array, region: Allocation, offsets: Array, size: int, kind: str, strong: bool
+        self, w: Wave, threads: Array, region: Allocation, page: int, offsets: Array, size: int, kind: str, strong: bool
     ) -> None:
-        history = self.histories.get(id(region))
+        history = self.histories.get((id(region), page))
         if history is None:
-            history = self.histories[id(region)] = GlobalHistory.of(region.buffer.size, min(size, 16))
+            span = min(_PAGE, region.buffer.size - page * _PAGE)
+            history = self.histories[id(region), page] = GlobalHistory.of(span, min(size, 16))
         if kind == "read" and not history.has_writes:
             if not strong and history.logged < _LOG_LIMIT:
                 history.log.append((w, threads, offsets, size, self.now))
                 history.logged += offsets.nbytes
             return
-        if not history.has_writes:
+        fresh = not history.has_writes
+        if fresh:
             history.has_writes = True
             log, history.log = history.log, []
             for wave, t, o, s, now in log:
@@ -406,18 +439,18 @@ class Races:
         if size < history.size:
             history.refine(size)
         numbers = self._numbers(w, threads)
+        cells, index = self._cells(offsets, size, history.size, threads.size)
+        owners, mine = threads[index], numbers[index]
+        start = region.start + page * _PAGE
+        if not fresh:
+            self._check_global_writers(w, history, owners, mine, cells, index, kind, strong, region, start)
         if kind == "read":
-            self._check_global_writers(w, history, threads, numbers, offsets, size, kind, strong, region)
             if not strong:
                 self._note_global_reads(w, history, threads, offsets, size, self.now, numbers)
             return
-        cells, index = self._cells(offsets, size, history.size, np.arange(threads.size))
-        if not history.fresh:
-            self._check_global_writers(w, history, threads, numbers, offsets, size, kind, strong, region)
-        history.fresh = False
         if history.reads:
-            self._check_global_readers(w, history, threads[index], numbers[index], cells, kind, region)
-        history.writer[cells] = (numbers[index] + 1) * 2 + strong
+            self._check_global_readers(w, history, owners, mine, cells, kind, region, start)
+        history.writer[cells] = (mine + 1) * 2 + strong
         history.write_time[cells] = self.now
 
     def _numbers(self, w: Wave, threads: Array) -> Array:
@@ -433,7 +466,7 @@ class Races:
         history.reads = True
         if size < history.size:
             history.refine(size)
-        cells, index = self._cells(offsets, size, history.size, np.arange(threads.size))
+        cells, index = self._cells(offsets, size, history.size, threads.size)
         mine = numbers[index] + 1
         block = numbers[index] // w.per_block
         before = history.reader[cells]
@@ -450,12 +483,10 @@ class Races:
         history.read_time[cells] = now
 
     def _check_global_writers(
-        self, w: Wave, history: GlobalHistory, threads: Array, numbers: Array, offsets: Array, size: int, kind: str,
-        strong: bool, region: Allocation,
+        self, w: Wave, history: GlobalHistory, threads: Array, mine: Array, cells: Array, index: Any, kind: str,
+        strong: bool, region: Allocation, start: int,
     ) -> None:  # fmt: skip
-        cells, index = self._cells(offsets, size, history.size, np.arange(threads.size))
         packed = history.writer[cells]
-        mine = numbers[index]
         risky = (packed != 0) & (packed >> 1 != mine + 1)
         if strong:
             risky &= packed & 1 == 0
@@ -467,19 +498,23 @@ class Races:
         ok = np.full(at.size, not self.between_blocks)
         times = history.write_time[cells[at]]
         if same.any():
-            inner = threads[index[at[same]]]
+            inner = threads[at[same]]
             others = w.block[inner] * w.per_block + writers[same] % w.per_block
             ok[same] = self.ordered(inner, others, times[same])
+        if not ok.all() and kind == "write":
+            bad = at[~ok]
+            ok[~ok] = ~self._changes(w, region, bad if isinstance(index, slice) else index[bad])
         if not ok.all():
             k = int(np.flatnonzero(~ok)[0])
             self._report(
-                w, kind, region.name, int(threads[index[at[k]]]), None, "wrote", self.lines[int(times[k])],
-                region.start + int(cells[at[k]]) * history.size, int(writers[k]),
+                w, kind, region.name, int(threads[at[k]]), None, "wrote", self.lines[int(times[k])],
+                start + int(cells[at[k]]) * history.size, int(writers[k]),
             )  # fmt: skip
 
     def _check_global_readers(
-        self, w: Wave, history: GlobalHistory, threads: Array, numbers: Array, cells: Array, kind: str, region: Allocation
-    ) -> None:
+        self, w: Wave, history: GlobalHistory, threads: Array, numbers: Array, cells: Array, kind: str, region: Allocation,
+        start: int,
+    ) -> None:  # fmt: skip
         readers = history.reader[cells]
         at = np.flatnonzero((readers != 0) & (readers != numbers + 1))
         if not at.size:
@@ -502,7 +537,7 @@ class Races:
             k = int(np.flatnonzero(~ok)[0])
             self._report(
                 w, kind, region.name, int(t[k]), None, "read", self.lines[int(times[k])],
-                region.start + int(cells[at[k]]) * history.size, int(r[k]) - 1 if r[k] > 0 else None,
+                start + int(cells[at[k]]) * history.size, int(r[k]) - 1 if r[k] > 0 else None,
             )  # fmt: skip
 
     # -- reports --------------------------------------------------------------------------------------------------
