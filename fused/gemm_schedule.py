@@ -10,23 +10,23 @@ from __future__ import annotations
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
-from moe_numerics.fused.memory import select
+from moe_numerics.fused.memory import MaybeTensor, select
 
-__all__ = ["GROUP", "count_row_tiles", "find_row_tile", "locate_columns"]
+__all__ = ["count_row_tiles", "expert_rows", "find_row_tile", "locate_columns"]
 
 LANES = 32
 # Column tiles that are gone through for one row tile before the next: neighbours in time share both operands in L2.
-GROUP = 8
+GROUP = 16
 
 
-def _bounds(offsets: cute.Tensor, counts: cute.Tensor | None, expert: Int32) -> tuple[Int32, Int32]:
+def expert_rows(offsets: cute.Tensor, counts: MaybeTensor, expert: Int32) -> tuple[Int32, Int32]:
+    """First row of an expert and its end, one past the last valid row."""
     start = Int32(offsets[expert])
     if counts is None:
         return start, Int32(offsets[expert + 1])
     return start, start + Int32(counts[expert])
 
 
-@cute.jit
 def _inclusive_sum(value: Int32, lane: Int32) -> Int32:
     """Sum over the lanes up to this one."""
     for distance in (1, 2, 4, 8, 16):
@@ -36,16 +36,16 @@ def _inclusive_sum(value: Int32, lane: Int32) -> Int32:
 
 
 @cute.jit
-def _tiles_of(offsets: cute.Tensor, counts, expert: Int32, rows: cutlass.Constexpr) -> Int32:  # type: ignore[no-untyped-def]
+def _tiles_of(offsets: cute.Tensor, counts: MaybeTensor, expert: Int32, rows: cutlass.Constexpr) -> Int32:
     tiles = Int32(0)
     if expert < offsets.shape[0] - 1:
-        start, end = _bounds(offsets, counts, expert)
+        start, end = expert_rows(offsets, counts, expert)
         tiles = (end - start + (rows - 1)) // rows
     return tiles
 
 
 @cute.jit
-def count_row_tiles(offsets: cute.Tensor, counts, rows: cutlass.Constexpr, lane: Int32) -> Int32:  # type: ignore[no-untyped-def]
+def count_row_tiles(offsets: cute.Tensor, counts: MaybeTensor, rows: cutlass.Constexpr, lane: Int32) -> Int32:
     """Row tiles of all experts. All lanes of a warp call this together."""
     total = Int32(0)
     for base in range(0, offsets.shape[0] - 1, LANES):
@@ -55,10 +55,12 @@ def count_row_tiles(offsets: cute.Tensor, counts, rows: cutlass.Constexpr, lane:
 
 
 @cute.jit
-def find_row_tile(offsets: cute.Tensor, counts, tile: Int32, rows: cutlass.Constexpr, lane: Int32):  # type: ignore[no-untyped-def]
+def find_row_tile(
+    offsets: cute.Tensor, counts: MaybeTensor, tile: Int32, rows: cutlass.Constexpr, lane: Int32
+) -> tuple[Int32, Int32, Int32, Int32]:
     """Expert of row tile number `tile`, the expert's first row, the tile's first row and the expert's end.
 
-    The end is one past the last valid row; the tile may reach beyond it. All lanes of a warp call this together.
+    The tile may reach beyond the end. All lanes of a warp call this together.
     """
     before = Int32(0)
     expert = Int32(0)
@@ -75,12 +77,12 @@ def find_row_tile(offsets: cute.Tensor, counts, tile: Int32, rows: cutlass.Const
             expert = base + winner
             within = tile - cute.arch.shuffle_sync(summed - own, winner)
         before = cute.arch.shuffle_sync(summed, LANES - 1)
-    start, end = _bounds(offsets, counts, expert)
+    start, end = expert_rows(offsets, counts, expert)
     return expert, start, start + within * rows, end
 
 
 @cute.jit
-def locate_columns(index: Int32, row_tiles: Int32, column_tiles: Int32):  # type: ignore[no-untyped-def]
+def locate_columns(index: Int32, row_tiles: Int32, column_tiles: Int32) -> tuple[Int32, Int32]:
     """Row tile and column tile of tile number `index`, of `row_tiles * column_tiles`."""
     group = index // (row_tiles * GROUP)
     within = index - group * (row_tiles * GROUP)

@@ -1,130 +1,127 @@
 """Grouped GEMMs over ragged experts on Hopper: one launch for all experts, token offsets read on the device.
 
-Twins of the functions of the same names in `moe_numerics.reference.grouped_gemm`. Nothing here waits for the device,
-so every call can be captured in a CUDA graph and replayed with other offsets.
+    grouped_matmul  y_e  = x_e @ W_e^T        x_e [rows of e, K], W_e [N, K]
+    grouped_dgrad   dx_e = dy_e @ W_e         dy_e [rows of e, N]
+    grouped_wgrad   dW_e = dy_e^T @ x_e       [N, K], summed over the rows of e
+
+Twins of the functions of the same names in `moe_numerics.reference.grouped_gemm`, for bfloat16 operands and the
+accumulator "sm_90.bf16". Nothing here waits for the device, so every call can be captured in a CUDA graph and
+replayed with other offsets.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
-
-import cutlass.cute as cute
-import cutlass.cute.runtime as runtime
 import torch
-from cutlass import BFloat16, Float32, Int32, Int64, Uint8
-from moe_numerics.fused.activations import activation as twin
-from moe_numerics.fused.compilation import Compiled, compile_function, current_target
-from moe_numerics.fused.gemm_activation import SHARE_COLUMNS, ActivationBackward, ActivationForward
-from moe_numerics.fused.gemm_epilogue import Store
-from moe_numerics.fused.gemm_mainloop import BLOCK, Tiling, launch_grouped_gemm
+from moe_numerics.fused.elementwise import check_ragged
+from moe_numerics.fused.gemm_epilogue import Linear
+from moe_numerics.fused.gemm_launch import (
+    ACCUMULATOR,
+    VECTOR,
+    Kind,
+    buffers,
+    check_accumulator,
+    choose_tiling,
+    launch_gemm,
+)
+from moe_numerics.fused.gemm_problem import BLOCK, RaggedDepth, RaggedRows, Tiling
 from moe_numerics.fused.launch import check_tensor
-from moe_numerics.fused.mxfp8 import Mxfp8
-from moe_numerics.fused.tile import Backward, Bfloat16, Forward, Layout, Sink
-from moe_numerics.reference.activations import Activation as ReferenceActivation
-from moe_numerics.reference.contract import SUITE, Contract
-from moe_numerics.reference.elementwise import find_activation, output_shapes
-from moe_numerics.reference.formats import FloatFormat
 
-__all__ = ["grouped_matmul", "matmul_activation", "matmul_activation_backward"]
-TILING = Tiling()
+__all__ = ["check_bias", "check_operands", "expert_alpha", "grouped_dgrad", "grouped_matmul", "grouped_wgrad"]
+
+# TMA's strides are multiples of 16 bytes.
+_STRIDE = 8
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def _fake(dtype: Any, *shape: Any, align: int) -> Any:
-    order = tuple(reversed(range(len(shape))))
-    return runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
+def check_operands(
+    name: str, x: torch.Tensor, weights: torch.Tensor, experts: int, summed: int, columns_multiple: int
+) -> int:
+    """Columns of x @ weights, `summed` being the weights' dimension that is summed. ValueError: they do not fit."""
+    check_tensor(name, x, torch.bfloat16, (None, None), x.device, 16)
+    check_tensor("weights", weights, torch.bfloat16, (experts, None, None), x.device, 16)
+    depth, columns = weights.shape[summed], weights.shape[3 - summed]
+    if x.shape[1] != depth:
+        raise ValueError(f"{name} has {x.shape[1]} columns: expected {depth}, which weights {list(weights.shape)} sum")
+    if depth == 0 or depth % _STRIDE:
+        raise ValueError(f"{name} has {depth} columns: expected a positive multiple of {_STRIDE}")
+    if columns == 0 or columns % columns_multiple:
+        raise ValueError(f"the result has {columns} columns: expected a positive multiple of {columns_multiple}")
+    return columns
 
 
-_TYPES = {
-    torch.bfloat16: BFloat16,
-    torch.float32: Float32,
-    torch.uint8: Uint8,
-    torch.int32: Int32,
-    torch.int64: Int64,
-}
+def check_bias(bias: torch.Tensor | None, experts: int, columns: int, device: torch.device) -> bool:
+    """Whether the bias is float32 and not bfloat16. ValueError: it does not fit."""
+    if bias is None:
+        return False
+    dtype = torch.float32 if bias.dtype == torch.float32 else torch.bfloat16
+    check_tensor("bias", bias, dtype, (experts, columns), device, 16)
+    return dtype == torch.float32
 
 
-@dataclass(frozen=True)
-class _Signature:
-    """What the compiled code knows of a tensor: its type, what its sizes are multiples of, its alignment."""
-
-    dtype: torch.dtype
-    multiples: tuple[int, ...]
-    align: int
-
-    def fake(self) -> Any:
-        shape = [cute.sym_int(divisibility=size) if size > 1 else cute.sym_int() for size in self.multiples]
-        return _fake(_TYPES[self.dtype], *shape, align=self.align)
-
-
-@dataclass(frozen=True)
-class _Variant:
-    """What one compilation depends on."""
-
-    epilogue: Any
-    tiling: Tiling
-    wide_offsets: bool
-    counts: bool
-    tensors: tuple[_Signature | None, ...]
-
-    def compile(self) -> Compiled:
-        return compile_function(launch_grouped_gemm, self, self._arguments)
-
-    def _arguments(self) -> Sequence[Any]:
-        offset_type = torch.int64 if self.wide_offsets else torch.int32
-        return (
-            self.epilogue,
-            self.tiling,
-            current_target(),
-            _Signature(torch.bfloat16, (1, 8), 16).fake(),
-            _Signature(torch.bfloat16, (1, BLOCK, 8), 16).fake(),
-            _Signature(offset_type, (1,), offset_type.itemsize).fake(),
-            _Signature(torch.int32, (1,), 4).fake() if self.counts else None,
-            tuple(None if signature is None else signature.fake() for signature in self.tensors),
-            Int32(1),
-            runtime.make_fake_stream(),
-        )
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _stream(device: torch.device) -> Any:
-    import cuda.bindings.driver as cuda
-
-    return cuda.CUstream(torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-
-
-def _signature(tensor: torch.Tensor | None) -> _Signature | None:
-    if tensor is None:
+def expert_alpha(alpha: torch.Tensor | float | None, experts: int, device: torch.device) -> torch.Tensor | None:
+    """alpha as float32 [experts]. ValueError: neither one number nor one an expert."""
+    if alpha is None:
         return None
-    if tensor.dim() == 1:
-        return _Signature(tensor.dtype, (1,), 4)
-    if tensor.dtype == torch.float32:
-        return _Signature(tensor.dtype, (1, 1), 16)
-    return _Signature(tensor.dtype, (1, 1), 1)
+    if not isinstance(alpha, torch.Tensor):
+        return torch.full((experts,), alpha, dtype=torch.float32, device=device)
+    if alpha.dim() == 0:
+        alpha = alpha.expand(experts).contiguous()
+    check_tensor("alpha", alpha, torch.float32, (experts,), device, 4)
+    return alpha
 
 
-def _launch(
-    epilogue: Any,
-    tiling: Tiling,
+def _bias_kind(wide: bool) -> Kind:
+    return Kind(torch.float32 if wide else torch.bfloat16, (1, BLOCK), 16)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype}: results are float32 or bfloat16")
+
+
+def _each_row(
+    name: str,
+    problem: RaggedRows,
     x: torch.Tensor,
     weights: torch.Tensor,
     offsets: torch.Tensor,
     counts: torch.Tensor | None,
-    tensors: tuple[torch.Tensor | None, ...],
-    signatures: tuple[_Signature | None, ...],
-) -> None:
-    variant = _Variant(epilogue, tiling, offsets.dtype == torch.int64, counts is not None, signatures)
-    variant.compile()(
-        x, weights, offsets, counts, tensors, _multiprocessors(x.device), _stream(x.device)
+    accumulator: str,
+    alpha: torch.Tensor | float | None,
+    bias: torch.Tensor | None,
+    prob: torch.Tensor | None,
+    dtype: torch.dtype,
+    out: torch.Tensor | None,
+    tiling: Tiling | None,
+) -> torch.Tensor:
+    check_accumulator(accumulator)
+    _check_dtype(dtype)
+    experts = check_ragged(offsets, counts, x.device, 1)
+    columns = check_operands(name, x, weights, experts, 1 if problem.transposed else 2, BLOCK)
+    wide_bias = check_bias(bias, experts, columns, x.device)
+    if prob is not None:
+        check_tensor("prob", prob, torch.float32, (x.shape[0],), x.device, 4)
+    result = buffers({"out": ((x.shape[0], columns), dtype)}, None if out is None else {"out": out}, x.device)["out"]
+    if x.shape[0] == 0:
+        return result
+    weights_kind = Kind(torch.bfloat16, (1, _STRIDE, BLOCK) if problem.transposed else (1, BLOCK, _STRIDE), 16)
+    launch_gemm(
+        problem,
+        Linear(dtype == torch.float32, wide_bias=wide_bias),
+        tiling or choose_tiling(columns),
+        (x, Kind(torch.bfloat16, (1, _STRIDE), 16)),
+        (weights, weights_kind),
+        offsets,
+        counts,
+        (
+            (expert_alpha(alpha, experts, x.device), VECTOR),
+            (bias, _bias_kind(wide_bias)),
+            (prob, VECTOR),
+            (None, VECTOR),
+            (result, Kind(dtype, (1, BLOCK), 16)),
+        ),
     )
+    return result
 
 
 def grouped_matmul(
@@ -132,113 +129,105 @@ def grouped_matmul(
     weights: torch.Tensor,
     offsets: torch.Tensor,
     counts: torch.Tensor | None = None,
+    accumulator: str = ACCUMULATOR,
     *,
-    out_dtype: torch.dtype = torch.bfloat16,
-    out: torch.Tensor | None = None,
-    tiling: Tiling = TILING,
-) -> torch.Tensor:
-    rows, depth = x.shape
-    columns = weights.shape[1]
-    device = x.device
-    if out is None:
-        out = torch.empty((rows, columns), dtype=out_dtype, device=device)
-    check_tensor("out", out, out_dtype, (rows, columns), device, 16)
-    epilogue = Store(out_dtype == torch.float32)
-    _launch(epilogue, tiling, x, weights, offsets, counts, (out,), (_Signature(out_dtype, (1, BLOCK), 16),))
-    return out
-
-
-_CODES = _Signature(torch.uint8, (1, BLOCK), 16)
-_SCALES = _Signature(torch.uint8, (1, 1), 1)
-_MATRIX = _Signature(torch.bfloat16, (1, BLOCK), 16)
-_VECTOR = _Signature(torch.float32, (1,), 4)
-_SHARES = _Signature(torch.float32, (1, 1), 4)
-
-
-def _sink(element: FloatFormat | None, contract: Contract, alignment: int) -> Sink:
-    quantizer = (
-        Bfloat16(contract.nan_policy == "propagate") if element is None else Mxfp8.of(element, contract)
-    )
-    return Sink(quantizer, alignment % BLOCK == 0)
-
-
-def matmul_activation(
-    x: torch.Tensor,
-    weights: torch.Tensor,
-    offsets: torch.Tensor,
-    counts: torch.Tensor | None = None,
-    prob: torch.Tensor | None = None,
+    alpha: torch.Tensor | float | None = None,
     bias: torch.Tensor | None = None,
-    *,
-    activation: str | ReferenceActivation = "swiglu",
-    element: FloatFormat | None = None,
-    alignment: int = 1,
-    product: bool = True,
-    staged: bool = False,
-    contract: Contract = SUITE,
-    out: Mapping[str, torch.Tensor] | None = None,
-    tiling: Tiling = TILING,
-) -> dict[str, torch.Tensor]:
-    rows, depth = x.shape
-    columns = weights.shape[1]
-    device = x.device
-    act = twin(find_activation(activation))
-    op = Forward(act, Layout(act.inputs, BLOCK if act.inputs == 2 else 0))
-    hidden = columns // act.inputs
-    shapes = output_shapes(rows, hidden, weights.shape[0], 1, element is not None, alignment, False)
-    if product:
-        shapes["product"] = ((rows, columns), torch.bfloat16)
-    results = _buffers(shapes, out, device)
-    epilogue = ActivationForward(op, _sink(element, contract, alignment), staged, current_target())
-    names = {"product": _MATRIX, "out": _MATRIX, "codes_rowwise": _CODES, "scales_rowwise": _SCALES,
-             "codes_colwise": _CODES, "scales_colwise": _SCALES, "amax": _VECTOR}
-    tensors = (bias, prob, *(results.get(name) for name in names))
-    signatures = (_MATRIX, _VECTOR, *names.values())
-    _launch(epilogue, tiling, x, weights, offsets, counts, tensors,
-            tuple(None if t is None else s for t, s in zip(tensors, signatures, strict=True)))
-    return results
+    prob: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """x_e @ W_e^T for the rows of every expert: [capacity, N].
+
+    x: bfloat16 [capacity, K], K a multiple of 8. weights: bfloat16 [experts, N, K], N a multiple of 32. offsets: int32
+    or int64 [experts + 1]; counts: int32 [experts] or None. alpha: float, or float32 [] or [experts]. bias: float32 or
+    bfloat16 [experts, N]. prob: float32 [capacity]. dtype: of the result, float32 or bfloat16.
+
+    The sum is multiplied by alpha, the bias is added, and that is multiplied by prob, each step rounded to float32.
+    Rows that no expert owns are not written, and what they hold changes nothing. `out` gives the result's buffer;
+    without it it is allocated, and unowned rows hold anything. `tiling` changes the speed, never a bit.
+
+    ValueError: dtype, shape, device, stride or alignment of an argument, another accumulator, a target other than
+    sm_90a; the contents of offsets and counts are not looked at here.
+    """
+    return _each_row("x", RaggedRows(), x, weights, offsets, counts, accumulator, alpha, bias, prob, dtype, out, tiling)
 
 
-def matmul_activation_backward(
+def grouped_dgrad(
     grad: torch.Tensor,
     weights: torch.Tensor,
-    inputs: torch.Tensor,
     offsets: torch.Tensor,
     counts: torch.Tensor | None = None,
-    prob: torch.Tensor | None = None,
+    accumulator: str = ACCUMULATOR,
     *,
-    activation: str | ReferenceActivation = "swiglu",
-    element: FloatFormat | None = None,
-    alignment: int = 1,
-    staged: bool = False,
-    contract: Contract = SUITE,
-    out: Mapping[str, torch.Tensor] | None = None,
-    tiling: Tiling = TILING,
-) -> dict[str, torch.Tensor]:
-    rows, depth = grad.shape
-    hidden = weights.shape[1]
+    alpha: torch.Tensor | float | None = None,
+    prob: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """grad_e @ W_e for the rows of every expert: [capacity, K].
+
+    grad: bfloat16 [capacity, N], N a multiple of 8. weights: bfloat16 [experts, N, K], K a multiple of 32. The rest as
+    for `grouped_matmul`.
+    """
+    problem = RaggedRows(transposed=True)
+    return _each_row(
+        "grad", problem, grad, weights, offsets, counts, accumulator, alpha, None, prob, dtype, out, tiling
+    )
+
+
+def grouped_wgrad(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    accumulator: str = ACCUMULATOR,
+    *,
+    main_grad: torch.Tensor | None = None,
+    alpha: torch.Tensor | float | None = None,
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """grad_e^T @ x_e, summed over the rows of each expert: [experts, N, K].
+
+    grad: bfloat16 [capacity, N], N a multiple of 8. x: bfloat16 [capacity, K], K a multiple of 32. main_grad: float32
+    [experts, N, K], to which the gradient is added in one float32 addition; `out` may be `main_grad` itself. An expert
+    without rows has zeros, or its main_grad as it is. The rest as for `grouped_matmul`.
+    """
+    check_accumulator(accumulator)
+    _check_dtype(dtype)
     device = grad.device
-    act = twin(find_activation(activation))
-    op = Backward(act, Layout(act.inputs, BLOCK if act.inputs == 2 else 0))
-    shapes = output_shapes(rows, hidden, weights.shape[0], act.inputs, element is not None, alignment, prob is not None)
-    results = _buffers(shapes, out, device)
-    shares = None
-    if prob is not None:
-        shares = torch.empty((-(-hidden // SHARE_COLUMNS), rows), dtype=torch.float32, device=device)
-    epilogue = ActivationBackward(op, _sink(element, contract, alignment), staged, current_target())
-    names = {"out": _MATRIX, "codes_rowwise": _CODES, "scales_rowwise": _SCALES,
-             "codes_colwise": _CODES, "scales_colwise": _SCALES, "amax": _VECTOR}
-    tensors = (prob, inputs, *(results.get(name) for name in names), shares, results.get("dprob"))
-    signatures = (_VECTOR, _MATRIX, *names.values(), _SHARES, _VECTOR)
-    _launch(epilogue, tiling, grad, weights, offsets, counts, tensors,
-            tuple(None if t is None else s for t, s in zip(tensors, signatures, strict=True)))
-    return results
-
-
-def _buffers(shapes, out, device):
-    results = {} if out is None else dict(out)
-    for name, (shape, dtype) in shapes.items():
-        if name not in results:
-            results[name] = torch.empty(shape, dtype=dtype, device=device)
-        check_tensor(name, results[name], dtype, shape, device, 4)
-    return {name: results[name] for name in shapes}
+    check_tensor("grad", grad, torch.bfloat16, (None, None), device, 16)
+    check_tensor("x", x, torch.bfloat16, (grad.shape[0], None), device, 16)
+    experts = check_ragged(offsets, counts, device, 1)
+    rows, columns = grad.shape[1], x.shape[1]
+    if rows == 0 or rows % _STRIDE:
+        raise ValueError(f"grad has {rows} columns: expected a positive multiple of {_STRIDE}")
+    if columns == 0 or columns % BLOCK:
+        raise ValueError(f"x has {columns} columns: expected a positive multiple of {BLOCK}")
+    shape = (experts, rows, columns)
+    if main_grad is not None:
+        check_tensor("main_grad", main_grad, torch.float32, shape, device, 16)
+    result = buffers({"out": (shape, dtype)}, None if out is None else {"out": out}, device)["out"]
+    if grad.shape[0] == 0:
+        return result.zero_() if main_grad is None else result.copy_(main_grad)
+    launch_gemm(
+        RaggedDepth(),
+        Linear(dtype == torch.float32, by_expert=True),
+        tiling or choose_tiling(columns),
+        (grad, Kind(torch.bfloat16, (1, _STRIDE), 16)),
+        (x, Kind(torch.bfloat16, (1, BLOCK), 16)),
+        offsets,
+        counts,
+        (
+            (expert_alpha(alpha, experts, device), VECTOR),
+            (None, VECTOR),
+            (None, VECTOR),
+            (main_grad, Kind(torch.float32, (1, 1, BLOCK), 16)),
+            (result, Kind(dtype, (1, 1, BLOCK), 16)),
+        ),
+    )
+    return result

@@ -3,7 +3,7 @@
 Each path on each device is one task. Its cases are one fixed gauntlet and drawn ones, in groups that share what a
 kernel is compiled for (layout, counts, probabilities, type of the offsets), so that a few compilations serve many
 cases; which variants a path gets depends on the seed. Virtual devices share a pool of processes, one a core. A CUDA
-device has a process of its own, so that an illegal access ends that process and not the run.
+device has processes of its own, so that an illegal access ends one of them and not the run.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ __all__ = ["Plan", "Task", "campaign_cases", "default_examples", "run_task", "ve
 
 GROUP = 5
 """Cases that share one compilation."""
+
+CUDA_PROCESSES = 4
+"""Processes that share a CUDA device: compiling takes longer than running."""
 
 TASK_TIMEOUT = 600.0
 """Seconds after which a CUDA device is given up."""
@@ -149,6 +152,9 @@ def run_task(task: Task) -> TaskResult:
         return unfinished(str(error), device.evidence, lost=True)
     except DeviceError as error:
         return unfinished(str(error), device.evidence)
+    except Exception as error:
+        # Whatever a kernel's host code, the compiler or a reference raises ends this path, not the run.
+        return unfinished(f"{type(error).__name__}: {error}", device.evidence)
     return _summarise(path, task, contract.maths, device.evidence, results, time.monotonic() - started)
 
 
@@ -232,7 +238,7 @@ def _run_all(plan: Plan) -> Iterator[TaskResult]:
             futures.update({pool.submit(run_task, task): task for task in virtual})
         for device in plan.devices:
             if not device.startswith("virtual:"):
-                pool = ProcessPoolExecutor(1, mp_context=context)
+                pool = ProcessPoolExecutor(min(CUDA_PROCESSES, plan.workers), mp_context=context)
                 pools.append(pool)
                 tasks = [task for task in plan.tasks() if task.device == device]
                 futures.update({pool.submit(run_task, task): task for task in tasks})

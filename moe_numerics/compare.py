@@ -163,9 +163,7 @@ def compare_output(
     )
 
 
-def _line(
-    name: str, format_name: str | None, expected: torch.Tensor, got: torch.Tensor
-) -> tuple[NumberLine, bool]:
+def _line(name: str, format_name: str | None, expected: torch.Tensor, got: torch.Tensor) -> tuple[NumberLine, bool]:
     if expected.dtype != got.dtype:
         raise CompareError(
             f"output {name!r} has dtype {got.dtype}, expected {expected.dtype}: "
@@ -218,8 +216,7 @@ def _broadcast(name: str, what: str, tensor: torch.Tensor, shape: torch.Size) ->
         return tensor.expand(shape)
     except RuntimeError:
         raise CompareError(
-            f"output {name!r}: {what} has shape {list(tensor.shape)}, "
-            f"expected one that broadcasts to {list(shape)}"
+            f"output {name!r}: {what} has shape {list(tensor.shape)}, expected one that broadcasts to {list(shape)}"
         ) from None
 
 
@@ -229,9 +226,7 @@ def _codes(bits: torch.Tensor, index: torch.Tensor) -> Codes:
     return selected.view(f"u{selected.itemsize}").astype(np.uint64)
 
 
-def _error_over_bound(
-    name: str, got: torch.Tensor, oracle: torch.Tensor, bound: torch.Tensor
-) -> torch.Tensor:
+def _error_over_bound(name: str, got: torch.Tensor, oracle: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
     """|got - oracle| / bound in float64, of the shape of `got`: 0 where they agree, NaN if one is NaN."""
     for what, tensor in (("oracle", oracle), ("bound", bound)):
         if tensor.dtype != torch.float64:
@@ -270,9 +265,7 @@ def _experts(name: str, row_expert: torch.Tensor | None, rows: int) -> npt.NDArr
     if row_expert is None:
         return None
     if row_expert.shape != (rows,):
-        raise CompareError(
-            f"output {name!r}: row_expert has shape {list(row_expert.shape)}, expected [{rows}]"
-        )
+        raise CompareError(f"output {name!r}: row_expert has shape {list(row_expert.shape)}, expected [{rows}]")
     return row_expert.cpu().numpy().astype(np.int64)
 
 

@@ -84,7 +84,8 @@ def fill_bits(dtype: torch.dtype) -> int:
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one shape and dtype hold the same bytes."""
-    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    # A tensor without elements may have strides that no view takes.
+    return a.numel() == 0 or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 def _filled(shape: tuple[int, ...], dtype: torch.dtype, device: str, guard: int) -> tuple[torch.Tensor, torch.Tensor]:

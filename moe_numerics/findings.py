@@ -85,9 +85,7 @@ class Finding:
         if self.grade not in GRADES:
             raise CompareError(f"grade = {self.grade!r} of output {self.output!r}: expected one of {GRADES}")
         if self.unchecked and not self.reason:
-            raise CompareError(
-                f"output {self.output!r} has {self.unchecked} unchecked elements and no reason: say why"
-            )
+            raise CompareError(f"output {self.output!r} has {self.unchecked} unchecked elements and no reason: say why")
         counted = self.bit_equal + self.explained + self.unexplained + self.unchecked
         if counted != self.elements + self.outside:
             raise CompareError(

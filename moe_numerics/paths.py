@@ -237,41 +237,74 @@ class _Quantize:
         )
 
 
+def _seed_words(case: Case, device: torch.device) -> torch.Tensor:
+    """The case's seed as kernels take it: int32 [2], low word first."""
+    words = torch.tensor([case.seed & 0xFFFFFFFF, case.seed >> 32], dtype=torch.int64)
+    return words.to(torch.uint32).view(torch.int32).to(device)
+
+
 @dataclass(frozen=True)
 class _Nvfp4:
     recipe: Recipe
 
     def shapes(self, case: Case) -> Shapes:
+        return self.shapes_of(case, case.hidden)
+
+    def shapes_of(self, case: Case, columns: int) -> Shapes:
+        """Shapes of the copies of a tensor with this number of columns."""
         contract = profile(case.profile)
-        return grouped_nvfp4.output_shapes(
-            case.capacity, case.hidden, len(case.counts), self.recipe, case.alignment, contract
-        )
+        experts = len(case.counts)
+        return grouped_nvfp4.output_shapes(case.capacity, columns, experts, self.recipe, case.alignment, contract)
+
+    def _arguments(self, x: torch.Tensor, case: Case, tensors: Tensors, contract: Contract) -> dict[str, Any]:
+        return {
+            "x": x,
+            "offsets": tensors["offsets"],
+            "counts": tensors.get("counts"),
+            "recipe": self.recipe,
+            "alignment": case.alignment,
+            "contract": contract,
+        }
 
     def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
-        return grouped_nvfp4.quantize(
-            tensors["x"],
-            tensors["offsets"],
-            tensors.get("counts"),
-            recipe=self.recipe,
-            alignment=case.alignment,
-            contract=contract,
-            seed=case.seed,
-        )
+        return self.reference_of(tensors["x"], case, tensors, contract)
+
+    def reference_of(
+        self, x: torch.Tensor, case: Case, tensors: Tensors, contract: Contract
+    ) -> dict[str, torch.Tensor]:
+        """The copies of a tensor by the reference."""
+        return grouped_nvfp4.quantize(**self._arguments(x, case, tensors, contract), seed=case.seed)
 
     def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
+        self.fused_of(tensors["x"], case, tensors, contract, out)
+
+    def fused_of(self, x: torch.Tensor, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
+        """The copies of a tensor by the fused kernels."""
         from moe_numerics.fused.grouped_nvfp4 import quantize
 
-        words = torch.tensor([case.seed & 0xFFFFFFFF, case.seed >> 32], dtype=torch.int64)
-        quantize(
-            tensors["x"],
-            tensors["offsets"],
-            tensors.get("counts"),
-            recipe=self.recipe,
-            alignment=case.alignment,
-            contract=contract,
-            seed=words.to(torch.uint32).view(torch.int32).to(tensors["x"].device),
-            out=out,
-        )
+        quantize(**self._arguments(x, case, tensors, contract), seed=_seed_words(case, x.device), out=out)
+
+
+@dataclass(frozen=True)
+class _Composed:
+    """An activation to bfloat16, then NVFP4 copies of that."""
+
+    activation: _Forward
+    copies: _Nvfp4
+
+    def shapes(self, case: Case) -> Shapes:
+        shapes = self.activation.shapes(case)
+        return shapes | self.copies.shapes_of(case, shapes["out"][0][1])
+
+    def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
+        results = self.activation.reference(case, tensors, contract)
+        return results | self.copies.reference_of(results["out"], case, tensors, contract)
+
+    def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
+        first = self.activation.shapes(case)
+        self.activation.fused(case, tensors, contract, {name: out[name] for name in first})
+        copies = {name: tensor for name, tensor in out.items() if name not in first}
+        self.copies.fused_of(out["out"], case, tensors, contract, copies)
 
 
 def _written(element: FloatFormat | None, columns: str, bfloat16_name: str = "out") -> tuple[OutputSpec, ...]:
@@ -319,6 +352,30 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
                 (*_written(element, columns), OutputSpec("dprob", "float32", "[capacity]", "token")),
                 {"suite": "exact"},
                 _Backward(activation, element),
+                layouts,
+            )
+        )
+    composed = (
+        ("fwd", "forward, times prob", _Forward(activation, None), (source,), "hidden", Recipe(rotated=True)),
+        (
+            "bwd",
+            "backward with prob and dprob",
+            _Backward(activation, None),
+            (TensorSpec("grad"), source),
+            columns,
+            Recipe(rotated=True, stochastic=True),
+        ),
+    )
+    for direction, words, operation, inputs, width, recipe in composed:
+        dprob = (OutputSpec("dprob", "float32", "[capacity]", "token"),) if direction == "bwd" else ()
+        paths.append(
+            Path(
+                f"{name}.{direction}.nvfp4{variant}",
+                f"{what} {words}, to bfloat16, then NVFP4: {_described(recipe)}",
+                (*inputs, *_RAGGED, _PROB),
+                (*_written(None, width), *dprob, *_nvfp4_outputs(recipe)),
+                {"suite": "exact"},
+                _Composed(operation, _Nvfp4(recipe)),
                 layouts,
             )
         )

@@ -30,7 +30,7 @@ settings.register_profile(
 settings.load_profile("quick")
 
 
-@pytest.fixture()
+@pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[ActiveDevice]:
     """The active device of a name given by indirect parametrisation: "reference", or what `open_device` knows."""
     with active_device(request.param) as opened:

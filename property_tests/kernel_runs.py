@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 from hypothesis import settings
+from moe_numerics.reference.contract import Contract
+from moe_numerics.reference.ragged import Experts
 
 from moe_numerics.cases import Case, TensorSpec
 from moe_numerics.compare import compare_output
 from moe_numerics.devices import Device, Outcome, default_devices, open_device
 from moe_numerics.drawing import Space
 from moe_numerics.paths import OutputSpec, Path, all_paths, find_path
-from moe_numerics.reference.contract import Contract
-from moe_numerics.reference.ragged import Experts
 from moe_numerics.running import CaseResult, expected_outputs
 
 VIRTUAL = ("virtual:sm_90a", "virtual:sm_100a")

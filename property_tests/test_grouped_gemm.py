@@ -35,7 +35,7 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn, features: tuple[int, ...] = (32, 64), alignments: tuple[int, ...] = (1, 16, 32)) -> Case:
     alignment = draw(st.sampled_from(alignments))
-    counts = draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
+    counts = draw(st.lists(st.integers(0, 36), min_size=1, max_size=3))
     offsets = [0]
     for count in counts:
         room = count + draw(st.integers(0, 3))
@@ -80,7 +80,8 @@ def wgrad_of(case: Case, **options: object) -> torch.Tensor:
 def test_a_row_is_one_chain_of_its_own(case: Case) -> None:
     """Catches a row computed with another expert's weights, from padding, or differently in company."""
     forward, backward = matmul_of(case), dgrad_of(case)
-    for e, row in owned(case):
+    rows = owned(case)
+    for e, row in rows[:: max(1, len(rows) // 4)] + rows[-1:]:
         assert same_bits(forward[row], tensor_core.matmul(case.x[row, None], case.weights[e].t())[0])
         assert same_bits(backward[row], tensor_core.matmul(case.grad[row, None], case.weights[e])[0])
     padding = ~case.experts.valid_rows()
@@ -148,9 +149,9 @@ def test_alpha_bias_and_prob_come_in_this_order(case: Case, rounded: bool) -> No
     for e, row in owned(case):
         want = (plain[row] * alpha[e] + bias[e].float()) * prob[row]
         assert same_bits(got[row], want.to(dtype))
-    scalar = dgrad_of(case, alpha=0.75, prob=prob)
+    scaled, plain = dgrad_of(case, alpha=0.75, prob=prob), dgrad_of(case)
     for _, row in owned(case):
-        assert same_bits(scalar[row], dgrad_of(case)[row] * 0.75 * prob[row])
+        assert same_bits(scaled[row], plain[row] * 0.75 * prob[row])
 
 
 def quantise_mx(x: torch.Tensor, axis: int, experts: Experts | None = None) -> Quantized:
@@ -207,11 +208,12 @@ def test_block_scaled_accumulators_stay_within_their_bound(case: Case, kind: str
     x, grad = quantise(case.x, -1, experts), quantise(case.grad, -1, experts)
     weights = [quantise(w, -1) for w in case.weights]
     got = grouped_matmul(x, weights, *case.rows, model, alignment=experts.alignment)
-    for e, row in owned(case):
-        left, right = plain_values(x)[row, None].double(), plain_values(weights[e]).double().t()
+    for e, (start, count) in enumerate(zip(experts.starts, experts.counts, strict=True)):
+        part = slice(start, start + count)
+        left, right = plain_values(x)[part].double(), plain_values(weights[e]).double().t()
         scale = float(global_scale(x, weights[e]))
         slack = scale * (left.abs() @ right.abs()) * 2.0**-21
-        assert bool(((got[row].double() - scale * (left @ right)[0]).abs() <= slack[0]).all())
+        assert bool(((got[part].double() - scale * (left @ right)).abs() <= slack).all())
     x, grad = quantise(case.x, -2, experts), quantise(case.grad, -2, experts)
     got = grouped_wgrad(grad, x, *case.rows, model, alignment=experts.alignment)
     for e, (start, count) in enumerate(zip(experts.starts, experts.counts, strict=True)):
@@ -229,21 +231,17 @@ def test_fp8_blocks_are_added_by_float32_fma(case: Case, element: object) -> Non
     x = mxfp8.quantize(case.x, -1, element, experts=experts)
     weights = [mxfp8.quantize(w, -1) for w in case.weights]
     got = grouped_matmul(x, weights, *case.rows, "sm_90.e4m3", alignment=experts.alignment)
-    for e, row in owned(case):
-        total = torch.zeros(case.weights.shape[1], dtype=torch.float64)
+    for e, (start, count) in enumerate(zip(experts.starts, experts.counts, strict=True)):
+        rows = slice(start, start + count)
+        total = torch.zeros(count, case.weights.shape[1], dtype=torch.float64)
         for block in range(case.x.shape[1] // 32):
             part = slice(32 * block, 32 * block + 32)
-            sums = tensor_core.matmul(
-                x.codes[row, None, part],
-                weights[e].codes[:, part].t(),
-                None,
-                "sm_90.e4m3",
-                a_format=element.name.lower(),
-            )
-            exponents = x.scales[row, block].int() + weights[e].scales[:, block].int() - 254
+            left, right, name = x.codes[rows, part], weights[e].codes[:, part].t(), element.name.lower()
+            sums = tensor_core.matmul(left, right, None, "sm_90.e4m3", a_format=name)
+            exponents = x.scales[rows, block].double()[:, None] + weights[e].scales[:, block].double() - 254
             # 14 bits times a power of two plus 24 bits: exact in float64 for these values, then rounded once.
-            total = (total + sums[0].double() * 2.0 ** exponents.double()).float().double()
-        assert same_bits(got[row], total.float())
+            total = (total + sums.double() * 2.0**exponents).float().double()
+        assert same_bits(got[rows], total.float())
 
 
 def mx(scale: int, code: int) -> Quantized:
@@ -259,11 +257,13 @@ def mx(scale: int, code: int) -> Quantized:
 @pytest.mark.parametrize("side", [0, 1])
 def test_the_ends_of_the_scale_range_are_refused(scale: int, code: int, fits: bool, side: int) -> None:
     """Catches values that bfloat16 silently rounds to something else: E4M3's least under the lowest scales."""
-    one = mx(127, 0x38)
+    one = mx(127 if scale < 127 else 100, 0x38)
     operands = [mx(scale, code), one] if side == 0 else [one, mx(scale, code)]
     if fits:
         value = float(E4M3.decode(torch.tensor(code, dtype=torch.uint8))) * 2.0 ** (scale - 127)
-        assert float(grouped_matmul(operands[0], [operands[1]], [0, 1])) == 32 * value
+        assert float(grouped_matmul(operands[0], [operands[1]], [0, 1])) == 32 * value * (
+            1 if scale < 127 else 2.0**-27
+        )
     else:
         with pytest.raises(ValueError, match=r"code 0x01 under scale code 2 is .*, which bfloat16 does not hold"):
             grouped_matmul(operands[0], [operands[1]], [0, 1])

@@ -12,10 +12,10 @@ from itertools import count
 
 import pytest
 from kernel_runs import VIRTUAL, thorough
+from moe_numerics.fused import elementwise, tile
 from planting import Edit, planted
 
 from moe_numerics.campaign import Task, TaskResult, campaign_cases, run_task
-from moe_numerics.fused import elementwise, tile
 from moe_numerics.paths import find_path
 
 FORWARD = "swiglu.fwd.mxfp8_e4m3"
@@ -38,7 +38,8 @@ class Fault:
     """One wrong line.
 
     message: what the reason of the failing verdict must say, for a fault that the virtual GPU has to catch in the act.
-    schedule: as of `Task`, for a fault that only some orders of warps show. targets: where its instructions exist.
+    schedule: as of `Task`, for a fault that only some orders of warps show.
+    examples: cases that are run; the first one, the gauntlet, is full of NaN and Inf, which hide a last place.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Fault:
     edit: Edit
     message: str = ""
     schedule: str | int = "fast"
-    targets: tuple[str, ...] = VIRTUAL
+    examples: int = 1
 
 
 def _distances(match: re.Match[str]) -> str:
@@ -140,7 +141,7 @@ FAULTS = [
         "probability forgotten",
         FORWARD,
         Edit(
-            r"(ld\.global\.v4\.b32 [^;]*;\s+mul\.wide\.s32 [^;]*;\s+add\.s64 [^;]*;\s+)ld\.global\.b32 \t(%r\d+), [^;]*;",
+            r"(ld\.global\.v4[^;]*;\s+mul\.wide\.s32[^;]*;\s+add\.s64[^;]*;\s+)ld\.global\.b32 \t(%r\d+), [^;]*;",
             r"\1mov.b32 \2, 0f3F800000;",
             ROWS,
         ),
@@ -187,7 +188,8 @@ FAULTS = [
     Fault(
         "a constant of the exponential's polynomial off by one ulp",
         BACKWARD_BF16,
-        Edit("0f3E2AAD45", "0f3E2AAD46", VALUES),
+        Edit("0f3F7FFFFB", "0f3F7FFFFA", VALUES),
+        examples=3,
     ),
     Fault(
         "FMA of the range reduction split into a product and a sum",
@@ -197,12 +199,6 @@ FAULTS = [
             r"mul.rn.f32 \1, \2, 0fBF317218; add.rn.f32 \1, \1, \3;",
             VALUES,
         ),
-    ),
-    Fault(
-        "reciprocal without its correction",
-        BACKWARD_BF16,
-        Edit(r"fma\.rn\.f32 \t(%r\d+), (%r\d+), (%r\d+), \2;", r"mov.b32 \t\1, \2;", VALUES),
-        targets=VIRTUAL[:1],
     ),
     Fault(
         "sign of zero lost",
@@ -233,15 +229,15 @@ FAULTS = [
 ]
 
 
-def _run(path_id: str, device: str, schedule: str | int = "fast") -> TaskResult:
+def _run(path_id: str, device: str, schedule: str | int = "fast", examples: int = 1) -> TaskResult:
     """The campaign's task for the first seed whose gauntlet has counts, probabilities, halves and int32 offsets."""
     path = find_path(path_id)
     wanted_prob = any(spec.kind == "prob" for spec in path.inputs)
     for seed in count():
         case = next(campaign_cases(path, "suite", 1, seed))
-        if case.padded and case.prob == wanted_prob and case.layout == "halves" and case.offsets_dtype == "int32":
-            if case.alignment % 32:
-                return run_task(Task(path_id, device, "suite", 1, seed, schedule))
+        usual = case.padded and case.prob == wanted_prob and case.alignment % 32
+        if usual and case.layout == "halves" and case.offsets_dtype == "int32":
+            return run_task(Task(path_id, device, "suite", examples, seed, schedule))
     raise AssertionError("unreachable")
 
 
@@ -256,10 +252,8 @@ def test_kernels_without_a_fault_pass(path: str, device: str) -> None:
 @pytest.mark.parametrize("device", VIRTUAL if thorough() else VIRTUAL[:1])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "_"))
 def test_a_planted_fault_fails_the_verdict(fault: Fault, device: str) -> None:
-    if device not in fault.targets:
-        pytest.skip(f"{device} has no such instruction in this kernel")
     with planted(fault.edit):
-        outcome = _run(fault.path, device, fault.schedule)
+        outcome = _run(fault.path, device, fault.schedule, fault.examples)
     assert outcome.result.status == "fail", f"{fault.name}: {outcome.result.status}, {outcome.result.reason}"
     assert fault.message in outcome.result.reason
     assert outcome.failing

@@ -222,14 +222,17 @@ def test_a_path_fails_through_any_of_its_outputs() -> None:
 
 
 def test_a_report_is_written_whole(tmp_path: Path) -> None:
-    """Would catch a form that is not written, or temporary files left beside the report."""
+    """Would catch a form that is not written, or temporary files left beside the report, or a file written in place."""
     folder = tmp_path / "a" / "report"
     written = write_reports(failing_report(), folder)
     assert sorted(written) == ["index.html", "junit.xml", "report.json", "report.md"]
     assert sorted(file.name for file in folder.iterdir()) == sorted(written)
     assert json_report.load(folder / "report.json") == failing_report()
     assert (folder / "report.json").stat().st_mode & 0o777 == 0o644
-    write_reports(passing_report(), folder)
+    with (folder / "report.json").open() as reader:
+        write_reports(passing_report(), folder)
+        # Somebody who was reading goes on reading the old report, not a mixture.
+        assert json_report.from_json(reader.read()) == failing_report()
     assert json_report.load(folder / "report.json") == passing_report()
 
 

@@ -462,7 +462,7 @@ def test_fp8_subnormals_align_by_the_format() -> None:
     least, c = torch.tensor([[2.0**-9]]), torch.tensor([[2.0**-26]])
     assert float(accumulate(least, least, c, "sm_90.e4m3")) == 2.0**-18
     assert float(accumulate(least, least, c, "sm_90.e5m2")) == 2.0**-18 + 2.0**-26
-    assert float(accumulate(least * 0, least, -(2.0**-123) * c, "sm_90.e4m3").view(torch.int32)) == 0
+    assert float(accumulate(least * 0, least, -(2.0**-114) * c, "sm_90.e4m3").view(torch.int32)) == 0
 
 
 @pytest.mark.parametrize(("a", "b", "kept"), [((2, 0xA), (2, 2), False), ((2, 2), (0, 0), True)])

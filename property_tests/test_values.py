@@ -147,9 +147,9 @@ def test_scale_edges_reach_both_ends_of_e8m0() -> None:
     x = np.abs(floats(bits_of("scale_edges", 1, rows=32 * 32, hidden=32 * 32)))
     amax = x.reshape(32, 32, 32, 32).max(axis=(1, 3)).ravel()
     smallest_code = 448 * 2.0**-127
-    assert (amax <= smallest_code).any()
+    assert (amax <= smallest_code).mean() > 0.05
     assert ((amax > smallest_code) & (amax <= 2 * smallest_code)).any()
-    assert (amax >= 448 * 2.0**119).any()
+    assert (amax >= 256 * 2.0**118).mean() > 0.05
     # Beside a step: one bfloat16 below, at and above 448 times a power of two.
     mantissas = {int(m) for m in np.round(np.frexp(amax)[0] * 256)}
     assert {223, 224, 225} <= mantissas
@@ -182,7 +182,7 @@ def test_zeros_are_zeros_of_both_signs() -> None:
 
 def test_subnormal_products() -> None:
     """Catches a kind whose activation outputs are all zero: an ordinary gate must meet subnormal values."""
-    both = floats(bits_of("subnormal", 2, GATE_UP, rows=256, hidden=128))
+    both = floats(bits_of("subnormal", 2, GATE_UP, rows=256, hidden=128)).astype(np.float32)
     products = np.abs(both[:, :128] * both[:, 128:])
     assert (np.abs(both[:, 128:]) < 2.0**-126).mean() > 0.5
     assert ((products > 0) & (products < 2.0**-126)).mean() > 0.2

@@ -23,9 +23,7 @@ _MOST_ROWS = 40
 
 def ulp_bars(output: OutputResult) -> Markup:
     """Bars of the elements by ULP distance from the reference."""
-    bars = [
-        (_ulp_label(label), count, _ulp_tone(label, output)) for label, count in output.ulp_histogram.items()
-    ]
+    bars = [(_ulp_label(label), count, _ulp_tone(label, output)) for label, count in output.ulp_histogram.items()]
     return _bars(f"Elements of {output.name} by ULP distance", bars)
 
 
@@ -114,9 +112,7 @@ def _map_row(output: OutputResult, expert: int, counts: Mapping[int, int], y: in
         Markup(
             '<text class="label" x="{}" y="{}" text-anchor="end">{}</text>'
             '<rect class="empty" x="{}" y="{}" width="{}" height="{}"/>'
-        ).format(
-            _MAP_LABEL - 8, y + _MAP_ROW - 4, name, _MAP_LABEL, y + 0.5, _WIDTH - _MAP_LABEL, _MAP_ROW - 1
-        )
+        ).format(_MAP_LABEL - 8, y + _MAP_ROW - 4, name, _MAP_LABEL, y + 0.5, _WIDTH - _MAP_LABEL, _MAP_ROW - 1)
     ]
     for column, count in sorted(counts.items()):
         where = f"{_expert_words(expert)}, {_column_words(column, shown, output.columns)}"
@@ -204,6 +200,6 @@ def _bars(title: str, bars: list[tuple[str, int, str]]) -> Markup:
 
 
 def _svg(title: str, height: int, content: Markup) -> Markup:
-    return Markup(
-        '<svg viewBox="0 0 {} {}" width="{}" height="{}" role="img" aria-label="{}">{}</svg>'
-    ).format(_WIDTH, height, _WIDTH, height, escape(title), content)
+    return Markup('<svg viewBox="0 0 {} {}" width="{}" height="{}" role="img" aria-label="{}">{}</svg>').format(
+        _WIDTH, height, _WIDTH, height, escape(title), content
+    )

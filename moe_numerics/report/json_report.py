@@ -109,8 +109,7 @@ def write(report: Report, path: Path) -> None:
 
 def _path_data(path: PathResult) -> dict[str, Any]:
     kernels = [
-        {"ptx_sha256": kernel.ptx_sha256, "target": kernel.target, "name": kernel.name}
-        for kernel in path.kernels
+        {"ptx_sha256": kernel.ptx_sha256, "target": kernel.target, "name": kernel.name} for kernel in path.kernels
     ]
     return {
         "id": path.id,
@@ -236,9 +235,7 @@ def _output(data: Mapping[str, Any], where: str) -> OutputResult:
         ulp_histogram=_counts(data, "ulp_histogram", where),
         error_histogram=_counts(data, "error_histogram", where),
         sharpness=None if sharpness is None else float(sharpness),
-        mismatch_map=tuple(
-            _cell(item, f"{where}mismatch_map[{number}]") for number, item in enumerate(cells)
-        ),
+        mismatch_map=tuple(_cell(item, f"{where}mismatch_map[{number}]") for number, item in enumerate(cells)),
         experts=_take(data, "experts", int, where),
         columns=_take(data, "columns", int, where),
         first_mismatch=None if first is None else _first_mismatch(first, f"{where}first_mismatch."),

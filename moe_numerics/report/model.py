@@ -47,9 +47,7 @@ class Environment:
     seconds: float = 0.0
 
     @classmethod
-    def here(
-        cls, device: str, seed: int, command: str, driver: str | None = None, seconds: float = 0.0
-    ) -> Environment:
+    def here(cls, device: str, seed: int, command: str, driver: str | None = None, seconds: float = 0.0) -> Environment:
         """The environment of this process: versions of Python and of the packages that decide bits."""
         versions = {"python": platform.python_version()}
         for package in _PACKAGES:
@@ -167,9 +165,7 @@ class PathResult:
         if self.status not in STATUSES:
             raise ReportError(f"status = {self.status!r} of {where}: expected one of {STATUSES}")
         if self.status == "pass" and self.unexplained:
-            raise ReportError(
-                f"{where} has {self.unexplained} unexplained elements: its status is not 'pass'"
-            )
+            raise ReportError(f"{where} has {self.unexplained} unexplained elements: its status is not 'pass'")
         if self.status == "pass" and not self.cases:
             raise ReportError(f"{where} ran no case: its status is 'skipped', with a reason, not 'pass'")
         if self.status in ("skipped", "error") and not self.reason:
@@ -246,9 +242,7 @@ class PathResult:
     @property
     def sharpness(self) -> float | None:
         """The largest error over bound among the outputs that have a bound."""
-        return max(
-            (output.sharpness for output in self.outputs if output.sharpness is not None), default=None
-        )
+        return max((output.sharpness for output in self.outputs if output.sharpness is not None), default=None)
 
 
 @dataclass(frozen=True)

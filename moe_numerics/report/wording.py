@@ -31,11 +31,7 @@ def headline(report: Report) -> str:
         return f"{what} in {len(failing)} of {len(report.paths)} {plural(len(report.paths), 'path')}"
     if report.verdict == "incomplete":
         stopped = sum(path.status != "pass" for path in report.paths)
-        return (
-            f"Incomplete: {stopped} of {len(report.paths)} paths did not run"
-            if stopped
-            else "Nothing was run"
-        )
+        return f"Incomplete: {stopped} of {len(report.paths)} paths did not run" if stopped else "Nothing was run"
     return "No unexplained bit"
 
 
@@ -139,9 +135,7 @@ def reproduce_command(path: PathResult, output: OutputResult) -> str:
 def failure_lines(path: PathResult) -> list[str]:
     """A line for each output of a path with something unexplained, then the commands that reproduce it."""
     failing = [output for output in path.outputs if output.unexplained]
-    lines = [
-        mismatch_line(output) or f"{output.name}: {output.unexplained:,} unexplained" for output in failing
-    ]
+    lines = [mismatch_line(output) or f"{output.name}: {output.unexplained:,} unexplained" for output in failing]
     commands = dict.fromkeys(reproduce_command(path, output) for output in failing)
     lines += [f"reproduce: {command}" for command in commands if command]
     return [" ".join(line.split()) for line in lines]

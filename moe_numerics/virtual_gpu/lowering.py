@@ -86,6 +86,7 @@ class Segment:
 class Program:
     """A kernel ready to run.
 
+    async_registers: registers that asynchronous instructions write.
     unproved: registers that some path may read before it wrote them; only these carry a shadow at run time.
     shared_offsets, local_offsets: where variables lie; static_shared, local_bytes: how much they need.
     """
@@ -101,6 +102,7 @@ class Program:
     static_shared: int = 0
     local_bytes: int = 0
     sha256: str = ""
+    async_registers: set[int] = field(default_factory=set)
 
     @property
     def param_bytes(self) -> int:
@@ -121,6 +123,7 @@ class Lowering:
         self.reads: set[int] = set()
         self.writes: set[int] = set()
         self.sync_mask: Read | None = None
+        self.plain = False
 
     @property
     def operands(self) -> tuple[ptx.Operand, ...]:
@@ -164,6 +167,11 @@ class Lowering:
         size = self.program.kernel.registers[k]
         dtype = VIEW[kind]
         checked = k in self.program.unproved
+        if k in self.program.async_registers and not self.plain:
+            self.plain = True
+            inner = self._read_register(k, kind)
+            self.plain = False
+            return self._landed(k, inner)
         if size == 0:
             if kind != "pred":
                 raise self.fail(f"`{self.ins.name}` needs a {kind} operand, not a predicate")
@@ -198,6 +206,43 @@ class Lowering:
             return a if i is None else a[i]
 
         return self._checked(k, narrower) if checked else narrower
+
+    def in_flight(self, registers: list[int]) -> None:
+        """Says that the instruction writes these registers later, so that reading them needs a wait first."""
+        self.program.async_registers.update(registers)
+
+    def read_accumulator(self, operand: ptx.Operand) -> Read:
+        """The bits of a register that an asynchronous instruction may still be writing; zeros if it was never written."""
+        if not isinstance(operand, ptx.Reg):
+            raise self.fail(f"an accumulator of `{self.ins.name}` needs a register, not {operand}")
+        k = operand.index
+
+        def read(w: Wave, i: Index) -> Array:
+            a = w.regs[k]
+            if a is None:
+                return np.zeros(w.count(i), np.uint32)
+            return a.view(np.uint32) if i is None else a.view(np.uint32)[i]
+
+        return read
+
+    def _landed(self, k: int, inner: Read) -> Read:
+        name = self.program.kernel.register_names[k]
+
+        def read(w: Wave, i: Index) -> Array:
+            flying = w.in_flight.get(k)
+            if flying and w.checkers:
+                warps = set(np.unique(w.warp[w.index(i)]).tolist())
+                for operation in flying:
+                    if operation.warps & warps:
+                        raise Fault(
+                            "in_flight",
+                            f"register {name} is used before a wait for the `{operation.instruction.opcode}` at line "
+                            f"{operation.instruction.line} that writes it",
+                            int(w.index(i)[0]),
+                        )
+            return inner(w, i)
+
+        return read
 
     def _checked(self, k: int, inner: Read) -> Read:
         name = self.program.kernel.register_names[k]
@@ -599,7 +644,7 @@ def lower(module: ptx.Module, kernel: ptx.Kernel, arch: str, fine: bool) -> Prog
     built = _build(program)
     starts = _leaders(program, built)
     program.unproved = _unproved(program, built, starts)
-    if program.unproved:
+    if program.unproved or program.async_registers:
         built = _build(program)
     number = {s: k for k, s in enumerate(starts)}
     ends = [*starts[1:], len(built)]

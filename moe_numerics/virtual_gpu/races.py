@@ -20,7 +20,10 @@ from .memory import Allocation, Region
 from .registry import Index
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .launch import Launch
+    from .mbarrier import Mbarrier
     from .wave import Wave
 
 Array = npt.NDArray[Any]
@@ -129,6 +132,8 @@ class Races:
         self.read_time: Array | None = None
         self.read_lane: Array | None = None
         # Reads are kept aside until a write may meet them; a barrier of all threads makes them harmless.
+        self.reading: Array | None = None
+        self.reading_line = np.zeros(0, np.int32)
         self.pending: list[tuple[Array, Array, int]] = []
 
     # -- knowledge ------------------------------------------------------------------------------------------------
@@ -293,6 +298,7 @@ class Races:
             return
         if self.pending or self.read_time is not None:
             self._check_readers(w, owners, cells, kind)
+        self._check_reading(w, owners, cells)
         self.written[cells] = (self.now << TIME | strong << STRONG) + owners + 1
 
     def _check_writers(
@@ -400,10 +406,14 @@ class Races:
         others = np.where((written & THREAD) - 1 == w.threads + agent, 0, written)
         self._check_writers(w, threads, cells, others, "write", False)
         self._check_readers(w, threads, cells, "write")
+        self._check_reading(w, threads, cells)
         self.written[cells] = (self.now << TIME | 1 << ASYNC) + w.threads + agent + 1
 
-    def async_read(self, w: Wave, thread: int, offsets: Array) -> None:
-        """An asynchronous operation issued by `thread` reads shared memory through the async proxy."""
+    def async_read(self, w: Wave, thread: int, offsets: Array) -> Callable[[], None]:
+        """An asynchronous operation issued by `thread` reads shared memory through the async proxy.
+
+        Gives what to call when the thread knows that the read is over; until then nobody may write there.
+        """
         self.tick()
         cells = np.unique(offsets // self.granule)
         written = self.written[cells]
@@ -415,6 +425,80 @@ class Races:
             k = int(np.flatnonzero(~fenced)[0])
             self._proxy_report(w, thread, int(writers[k]), self.lines[int(times[k])],
                                int(cells[at[k]]) * self.granule % w.shared_stride)  # fmt: skip
+        if self.reading is None:
+            self.reading = np.zeros(self.written.size, np.int32)
+            self.reading_line = np.zeros(self.written.size, np.int32)
+        reading = self.reading
+        reading[cells] += 1
+        self.reading_line[cells] = w.line
+
+        def over() -> None:
+            reading[cells] -= 1
+            self.tick()
+            self.pending.append((np.full(cells.size, thread), cells, self.now))
+
+        return over
+
+    def _check_reading(self, w: Wave, threads: Array, cells: Array) -> None:
+        """A write where an asynchronous operation may still read."""
+        if self.reading is None:
+            return
+        busy = np.flatnonzero(self.reading[cells] > 0)
+        if busy.size:
+            k = int(busy[0])
+            line = int(self.reading_line[cells[k]])
+            self._add(
+                w, ("reading", w.line, line),
+                f"the thread writes shared memory that the asynchronous operation of line {line} may still be reading",
+                int(threads[k]), int(cells[k]) * self.granule % w.shared_stride,
+            )  # fmt: skip
+
+    def barrier_object(self, offset: int, thread: int) -> None:
+        """An mbarrier was made at an offset of shared memory."""
+        self.written[offset // self.granule : (offset + 8) // self.granule] = 0
+
+    def release(self, m: Mbarrier, threads: Array) -> None:
+        """Threads arrive at an mbarrier."""
+        self.tick()
+        w = self.w
+        known = self.matrix()
+        if m.knowledge is None:
+            m.knowledge = np.zeros(known.shape[1], np.int64)
+        elif m.knowledge.size < known.shape[1]:
+            m.knowledge = np.pad(m.knowledge, (0, known.shape[1] - m.knowledge.size))
+        for warp in np.unique(w.warp[threads]):
+            np.maximum(m.knowledge, self.row(int(warp)), out=m.knowledge)
+            column = int(self.column(threads[w.warp[threads] == warp][:1])[0])
+            m.knowledge[column] = self.now
+
+    def delivered(self, m: Mbarrier) -> None:
+        """An asynchronous copy reported to an mbarrier."""
+        self.tick()
+        known = self.matrix()
+        if m.knowledge is None:
+            m.knowledge = np.zeros(known.shape[1], np.int64)
+        elif m.knowledge.size < known.shape[1]:
+            m.knowledge = np.pad(m.knowledge, (0, known.shape[1] - m.knowledge.size))
+        m.knowledge[self.per_cluster + m.agent] = self.now
+
+    def completed(self, m: Mbarrier) -> None:
+        """A phase is over: what its arrivals knew becomes known to those who wait."""
+        m.completed = m.knowledge if m.completed is None or m.knowledge is None else self._joined(m.completed, m.knowledge)
+        m.knowledge = None
+
+    @staticmethod
+    def _joined(a: Array, b: Array) -> Array:
+        size = max(a.size, b.size)
+        return np.maximum(np.pad(a, (0, size - a.size)), np.pad(b, (0, size - b.size)))
+
+    def acquire(self, m: Mbarrier, threads: Array) -> None:
+        """Threads saw a phase complete."""
+        if m.completed is None:
+            return
+        known = self.matrix()
+        for warp in np.unique(self.w.warp[threads]):
+            row = known[warp, : m.completed.size]
+            np.maximum(row, m.completed, out=row)
 
     # -- global memory --------------------------------------------------------------------------------------------
 

@@ -33,6 +33,18 @@ class Schedule:
         """An order in which `count` threads of one atomic instruction are served; None: by their numbers."""
         return None
 
+    def asynchronous(self) -> str:
+        """When an asynchronous operation happens: `now`, `read` (operands now, results later) or `late`."""
+        return "now"
+
+    def which(self, count: int) -> int:
+        """Which of the pending operations finishes next."""
+        return 0
+
+    def completes(self) -> bool:
+        """Whether a pending operation finishes before the next segment runs."""
+        return False
+
     def pick(self, w: Wave) -> int:
         """The unit to run next, -1 if none can."""
         return 0 if w.pools[0] else -1
@@ -43,7 +55,8 @@ class RandomSchedule(Schedule):
 
     Units are warps (the same warp number of the blocks that run together). Half of the seeds pick a unit at random
     each time, half keep strict random priorities that change rarely (probabilistic concurrency testing, Burckhardt et
-    al., ASPLOS 2010). The order of blocks and how many run together is drawn too.
+    al., ASPLOS 2010). The order of blocks and how many run together is drawn too, and whether asynchronous work happens
+    when it is issued, as late as possible, or by a coin for each.
     """
 
     fine = True
@@ -51,6 +64,7 @@ class RandomSchedule(Schedule):
     def __init__(self, seed: int) -> None:
         self.rng = np.random.Generator(np.random.Philox(seed))
         self.strict = bool(self.rng.integers(2))
+        self.habit = str(self.rng.choice(["now", "late", "coin"]))
         self.width = int(self.rng.choice([1, 1, 2, 4, 8]))
         self._priority: dict[int, npt.NDArray[np.float64]] = {}
 
@@ -68,6 +82,15 @@ class RandomSchedule(Schedule):
 
     def shuffle(self, count: int) -> npt.NDArray[np.intp] | None:
         return self.rng.permutation(count)
+
+    def asynchronous(self) -> str:
+        return self.habit if self.habit != "coin" else str(self.rng.choice(["now", "read", "late"]))
+
+    def which(self, count: int) -> int:
+        return int(self.rng.integers(count))
+
+    def completes(self) -> bool:
+        return self.habit == "coin" and bool(self.rng.random() < 0.05)
 
     def pick(self, w: Wave) -> int:
         ready = [u for u, pool in enumerate(w.pools) if pool]

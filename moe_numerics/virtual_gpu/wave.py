@@ -13,9 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from . import special
+from .asynchronous import Groups, Operation, Pending
 from .barriers import NamedBarriers
+from .clusters import ClusterBarrier
 from .errors import Fault, Finding, VirtualGPUError
 from .lowering import SHARED_START, Program, Read, dynamic_start
+from .mbarrier import Mbarriers
 from .memory import Region
 from .registry import Index
 
@@ -89,6 +92,12 @@ class Wave:
         self.live = np.ones(self.threads, bool)
         self.all_live = True
         self.barriers = NamedBarriers(self)
+        self.cluster_barrier = ClusterBarrier(self)
+        self.mbarriers = Mbarriers(self)
+        self.pending = Pending(self)
+        self.bulk_groups, self.copy_groups, self.wgmma_groups = Groups(), Groups(), Groups()
+        # Operations by the register that they will write.
+        self.in_flight: dict[int, list[Operation]] = {}
         self.unit_count, self.unit_of = schedule.units(self)
         if launch.races is not None:
             launch.races.begin(self)
@@ -199,6 +208,8 @@ class Wave:
             self.live[i] = False
         self.all_live = False
         self.barriers.threads_left(i)
+        if self.cluster_barrier.parked:
+            self.cluster_barrier.complete()
         # Lanes that waited for the ones that ended may be complete now.
         for segment, parts in list(self.asleep.items()):
             del self.asleep[segment]
@@ -240,7 +251,13 @@ class Wave:
         budget = launch.budget * max(1, self.unit_count)
         while True:
             unit = self.schedule.pick(self)
-            if unit < 0:
+            if unit < 0 or (self.pending.queue and self.schedule.completes()):
+                operation = self.pending.next()
+                if operation is not None:
+                    self._finish(operation)
+                    continue
+                if self.mbarriers.time_out():
+                    continue
                 if self.live.any():
                     self._deadlock()
                 return
@@ -292,6 +309,13 @@ class Wave:
                     current or segment.steps[-1][1],
                 )
 
+    def _finish(self, operation: Operation) -> None:
+        self.current, self.line = operation.instruction, operation.instruction.line
+        try:
+            operation.finish()
+        except Fault as fault:
+            raise self._error(fault, operation.instruction) from fault
+
     def place(self, thread: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """blockIdx and threadIdx of the wave's thread of this number."""
         b = int(self.block[thread])
@@ -326,7 +350,7 @@ class Wave:
             places.append(
                 f"{threads.size} threads at line {getattr(ins, 'line', '?')} wait for lanes of their warp"
             )
-        for ins, threads, why in self.barriers.waiting():
+        for ins, threads, why in (*self.barriers.waiting(), *self.cluster_barrier.waiting(), *self.mbarriers.waiting()):
             first = first or (ins, int(threads[0]))
             b, t = self.place(int(threads[0]))
             places.append(f"{threads.size} threads (block {b}, first {t}) at line {ins.line} wait for {why}")

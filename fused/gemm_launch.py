@@ -1,0 +1,163 @@
+"""Compiles and launches grouped GEMMs, once for each combination of problem, epilogue and tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+import torch
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8
+from cutlass.cute import runtime
+from moe_numerics.fused.compilation import Compiled, compile_function, current_target
+from moe_numerics.fused.elementwise import fake
+from moe_numerics.fused.gemm_mainloop import launch_grouped_gemm
+from moe_numerics.fused.gemm_problem import BLOCK, RaggedDepth, RaggedRows, Tiling
+from moe_numerics.fused.launch import _argument, _stream, check_tensor
+from moe_numerics.reference.contract import Contract
+
+__all__ = ["CODES", "MATRIX", "SCALES", "VECTOR", "Kind", "buffers", "check_contract", "choose_tiling", "launch_gemm"]
+
+ACCUMULATOR = "sm_90.bf16"
+# A virtual GPU runs thread blocks one after the other: few of them, so that each still takes several tiles.
+VIRTUAL_MULTIPROCESSORS = 4
+
+_TYPES = {
+    torch.bfloat16: BFloat16,
+    torch.float32: Float32,
+    torch.uint8: Uint8,
+    torch.int32: Int32,
+    torch.int64: Int64,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What compiled code knows of a tensor: dtype, what each size is a multiple of, alignment in bytes."""
+
+    dtype: torch.dtype
+    multiples: tuple[int, ...]
+    align: int
+
+    def fake(self) -> Any:
+        """A tensor without data, to compile for."""
+        sizes = [cute.sym_int(divisibility=size) if size > 1 else cute.sym_int() for size in self.multiples]
+        return fake(_TYPES[self.dtype], *sizes, align=self.align)
+
+
+CODES = Kind(torch.uint8, (1, BLOCK), 16)
+SCALES = Kind(torch.uint8, (1, 1), 1)
+MATRIX = Kind(torch.bfloat16, (1, BLOCK), 16)
+VECTOR = Kind(torch.float32, (1,), 4)
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """What one compilation depends on."""
+
+    problem: RaggedRows | RaggedDepth
+    epilogue: Any
+    tiling: Tiling
+    left: Kind
+    right: Kind
+    offsets: Kind
+    counts: bool
+    tensors: tuple[Kind | None, ...]
+
+    def compile(self) -> Compiled:
+        return compile_function(launch_grouped_gemm, self, self._arguments)
+
+    def _arguments(self) -> Sequence[Any]:
+        return (
+            self.problem,
+            self.epilogue,
+            self.tiling,
+            self.left.fake(),
+            self.right.fake(),
+            self.offsets.fake(),
+            Kind(torch.int32, (1,), 4).fake() if self.counts else None,
+            tuple(None if kind is None else kind.fake() for kind in self.tensors),
+            Int32(1),
+            runtime.make_fake_stream(),
+        )
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return VIRTUAL_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def choose_tiling(columns: int) -> Tiling:
+    """The tiling for a result of so many columns: no wider than it needs to be."""
+    return Tiling() if columns > 128 else Tiling(columns=128, stages=6)
+
+
+def check_contract(contract: Contract) -> None:
+    """ValueError: a contract that these kernels do not follow, or a target that cannot run them."""
+    if contract.maths != "exact":
+        raise ValueError(f"maths is {contract.maths!r}: these kernels are compiled in exact maths")
+    check_accumulator(contract.accumulator)
+
+
+def check_accumulator(accumulator: str) -> None:
+    """ValueError: another accumulator than these kernels have, or a target without it."""
+    if accumulator != ACCUMULATOR:
+        raise ValueError(f"accumulator is {accumulator!r}: these kernels accumulate as {ACCUMULATOR!r}")
+    if not current_target().startswith("sm_90"):
+        raise ValueError(f"the target is {current_target()}: these kernels need sm_90a (wgmma)")
+
+
+def buffers(
+    shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+    out: Mapping[str, torch.Tensor] | None,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Results to write to: the caller's, checked, or new ones. ValueError: one lacks or does not fit."""
+    results = {}
+    for name, (shape, dtype) in shapes.items():
+        if out is None:
+            results[name] = torch.empty(shape, dtype=dtype, device=device)
+        elif name not in out:
+            raise ValueError(f"out lacks {name!r}: expected {', '.join(shapes)}")
+        else:
+            results[name] = out[name]
+        matrix = len(shape) > 1 and "scales" not in name
+        check_tensor(name, results[name], dtype, shape, device, 16 if matrix else min(dtype.itemsize, 4))
+    return results
+
+
+def launch_gemm(
+    problem: RaggedRows | RaggedDepth,
+    epilogue: Any,
+    tiling: Tiling,
+    left: tuple[torch.Tensor, Kind],
+    right: tuple[torch.Tensor, Kind],
+    offsets: torch.Tensor,
+    counts: torch.Tensor | None,
+    tensors: Sequence[tuple[torch.Tensor | None, Kind]],
+) -> None:
+    """Launch on the current stream; every argument has been checked."""
+    variant = _Variant(
+        problem,
+        epilogue,
+        tiling,
+        left[1],
+        right[1],
+        Kind(offsets.dtype, (1,), offsets.element_size()),
+        counts is not None,
+        tuple(None if tensor is None else kind for tensor, kind in tensors),
+    )
+    device = left[0].device
+    variant.compile()(
+        _argument(left[0]),
+        _argument(right[0]),
+        _argument(offsets),
+        _argument(counts),
+        tuple(_argument(tensor) for tensor, _ in tensors),
+        _multiprocessors(device),
+        _stream(device),
+    )

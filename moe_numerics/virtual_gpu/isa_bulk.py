@@ -1,0 +1,532 @@
+"""Bulk and tensor copies, their groups, and tensor maps (PTX ISA 9.7.9.25 to 9.7.9.28)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from . import memory, ptx, tensor_map
+from .asynchronous import Operation, unique_rows
+from .errors import Fault
+from .isa_atomic import _operation
+from .isa_mbarrier import barrier_offsets
+from .lowering import VIEW, Lowering, Read
+from .memory import RANK_SHIFT, SHARED_WINDOW, Array
+from .registry import Index, Modifiers, Step, instruction
+
+_HINT = "hint?=L2::cache_hint"
+_CTA_GROUP = "group?=cta_group::1|cta_group::2"
+_LOAD = f"mode?=tile .mbarrier::complete_tx::bytes multicast?=multicast::cluster {_CTA_GROUP} {_HINT}"
+_DIMENSIONS = "dim=1d|2d|3d|4d|5d"
+
+
+def _tensor_operands(b: Lowering, operand: ptx.Operand) -> tuple[Read, list[Read]]:
+    """The address of a tensor map and the coordinates, from `[map, {c0, c1, ...}]`."""
+    if not isinstance(operand, ptx.Address) or len(operand.extra) != 1:
+        raise b.fail(f"`{b.ins.name}` needs `[tensor map, {{coordinates}}]`")
+    return b.address(ptx.Address(operand.base, operand.offset)), [
+        b.full(b.read(c, "s32")) for c in b.items(operand.extra[0])
+    ]
+
+
+def fetch_map(w: Any, address: int, thread: int) -> tensor_map.TensorMap:
+    """The tensor map at a generic or global address."""
+    found = w.launch.memory.find(address, address + 127)
+    if found is None:
+        raise Fault(
+            "out_of_bounds", f"no tensor map at {address:#x}: {w.launch.memory.describe(address, 128)}", thread, address
+        )
+    if address % 64:
+        raise Fault("misaligned", f"the tensor map at {address:#x} is not aligned to 64 bytes", thread, address)
+    decoded = tensor_map.decode(ctypes.string_at(address, 128))
+    tensor_map.check(decoded)
+    return decoded
+
+
+def _shared_span(w: Any, thread: int, address: int, size: int) -> int:
+    """The offset in the wave's shared buffer of `size` bytes of shared memory (own or another block's)."""
+    if address >= SHARED_WINDOW:
+        address -= SHARED_WINDOW
+    at = np.array([address], np.uint64)
+    ends = np.array([address + size - 16], np.uint64)
+    i = np.array([thread])
+    ((_, start, _),) = memory.locate(w, i, "shared", at, 16)
+    memory.locate(w, i, "shared", ends, 16)
+    return int(start[0])
+
+
+def spread(start: int, address: int, size: int, swizzle: int) -> Array:
+    """Offsets in the shared buffer of the 16-byte pieces of a tile that begins at shared address `address`."""
+    low = address & ((1 << RANK_SHIFT) - 1)
+    pieces = np.arange(0, size, 16, dtype=np.int64) + low
+    return tensor_map.swizzled(pieces, tensor_map.SWIZZLE_MASK[swizzle]) - low + start
+
+
+def _pieces(w: Any) -> Array:
+    return w.shared_region.buffer.reshape(-1, 16)
+
+
+def _bytes_of(pieces: Array) -> Array:
+    return (pieces[:, None] + np.arange(0, 16, 4)).reshape(-1)
+
+
+def _write_pieces(w: Any, pieces: Array, data: Array) -> None:
+    _pieces(w)[pieces >> 4] = data.reshape(-1, 16)
+    if w.shared_region.shadow is not None:
+        w.shared_region.shadow.reshape(-1, 16)[pieces >> 4] = 1
+
+
+def _blocks(w: Any, thread: int, mask: int | None) -> list[int]:
+    """The wave's blocks that receive a copy: the thread's own, or those a multicast mask names."""
+    block = int(w.block[thread])
+    if mask is None:
+        return [block]
+    first = int(w.cluster_start[block])
+    if mask >> w.launch.cluster_size:
+        raise Fault("cluster", f"multicast mask {mask:#x} names blocks past the cluster's {w.launch.cluster_size}", thread)
+    return [first + r for r in range(w.launch.cluster_size) if mask >> r & 1]
+
+
+@instruction(f"cp .async .bulk .tensor {_DIMENSIONS} space=shared::cta|shared::cluster .global {_LOAD}")
+def tensor_load(b: Lowering, m: Modifiers) -> Step:
+    destination = b.address(b.operands[0])
+    map_of, coordinates = _tensor_operands(b, b.operands[1])
+    barrier = b.address(b.operands[2])
+    mask = b.full(b.read(b.operands[3], "u16")) if m.multicast else None
+    rank = int(m.dim[0])
+    if len(coordinates) != rank:
+        raise b.fail(f"`{b.ins.name}` needs {rank} coordinates")
+
+    def step(w: Any, i: Index) -> None:
+        threads = w.index(i)
+        where = [c(w, i) for c in coordinates]
+        masks = None if mask is None else mask(w, i)
+        targets, maps, barriers = destination(w, i), map_of(w, i), barrier(w, i)
+        signals = barrier_offsets(w, i, barriers)
+        for k, t in enumerate(threads.tolist()):
+            described = fetch_map(w, int(maps[k]), t)
+            if described.rank != rank:
+                raise Fault("tensor_map", f"a {rank}-dimensional copy with a tensor map of rank {described.rank}", t)
+            at = tuple(int(c[k]) for c in where)
+            if w.checkers:
+                tensor_map.check_written(w, described, at)
+            _start_load(
+                w, t, described, at, int(targets[k]), int(signals[k]),
+                None if masks is None else int(masks[k]), m.group == "cta_group::2",
+            )  # fmt: skip
+
+    return step
+
+
+def _start_load(
+    w: Any, thread: int, described: tensor_map.TensorMap, at: tuple[int, ...], target: int, signal: int,
+    mask: int | None, paired: bool,
+) -> None:  # fmt: skip
+    size = described.box_bytes
+    if target % 128:
+        raise Fault("misaligned", f"a tensor copy to shared address {target:#x}, not a multiple of 128", thread, target)
+    start = _shared_span(w, thread, target, size)
+    pieces = spread(start, target, size, described.swizzle)
+    home = (start // w.shared_stride) * w.shared_stride
+    signal_home = (signal // w.shared_stride) * w.shared_stride
+    w.launch.traffic("global", "read", size)
+    signals = []
+    for block in _blocks(w, thread, mask):
+        shift = 0 if mask is None else block * w.shared_stride - home
+        into = signal
+        if mask is not None:
+            into = signal - signal_home + block * w.shared_stride
+            if paired:
+                # In a pair of blocks the even or odd one is signalled, as the barrier's own block is.
+                first = int(w.cluster_start[block])
+                parity = (signal_home // w.shared_stride - first) & 1
+                into = signal - signal_home + (first + ((block - first) & ~1 | parity)) * w.shared_stride
+        signals.append((pieces + shift, into))
+        barrier = w.mbarriers.get(into, thread, "a tensor copy's completion")
+        if w.tracker is not None:
+            w.tracker.async_write(w, thread, barrier.agent, _bytes_of(pieces + shift))
+
+    def write(data: Array) -> None:
+        for where, into in signals:
+            _write_pieces(w, where, data)
+            w.mbarriers.complete(into, size, thread)
+
+    w.pending.issue(Operation(lambda: tensor_map.load_box(w, described, at), write, w.current))
+
+
+def _warp_issue(w: Any, i: Index, columns: list[Array]) -> Array:
+    """Positions of the copies to start: lanes of a warp that ask for the same copy start it once."""
+    warps = w.warp if i is None else w.warp[i]
+    return unique_rows([warps, *columns])
+
+
+def _store(b: Lowering, m: Modifiers, put: Callable[..., None]) -> Step:
+    map_of, coordinates = _tensor_operands(b, b.operands[0])
+    source = b.address(b.operands[1])
+    rank = int(m.dim[0])
+
+    def step(w: Any, i: Index) -> None:
+        threads = w.index(i)
+        where = [c(w, i) for c in coordinates]
+        sources, maps = source(w, i), map_of(w, i)
+        warps = w.warp if i is None else w.warp[i]
+        for k in _warp_issue(w, i, [sources, maps, *(c.view(np.uint32) for c in where)]).tolist():
+            t = int(threads[k])
+            described = fetch_map(w, int(maps[k]), t)
+            if described.rank != rank:
+                raise Fault("tensor_map", f"a {rank}-dimensional copy with a tensor map of rank {described.rank}", t)
+            at = tuple(int(c[k]) for c in where)
+            start = _shared_span(w, t, int(sources[k]), described.box_bytes)
+            pieces = spread(start, int(sources[k]), described.box_bytes, described.swizzle)
+            _check_source(w, t, pieces)
+            w.launch.traffic("global", "written", described.box_bytes)
+            operation = Operation(
+                lambda pieces=pieces: _pieces(w)[pieces >> 4].copy(),
+                lambda data, d=described, at=at: put(w, d, at, data),
+                w.current,
+            )
+            if w.tracker is not None:
+                operation.done.append(w.tracker.async_read(w, t, _bytes_of(pieces)))
+            same = threads[(warps == warps[k]) & (sources == sources[k])]
+            w.bulk_groups.add(same, operation)
+            w.pending.issue(operation)
+
+    return step
+
+
+def _check_source(w: Any, thread: int, pieces: Array) -> None:
+    if w.checkers and w.shared_region.shadow is not None:
+        known = w.shared_region.shadow.reshape(-1, 16)[pieces >> 4]
+        if not known.all():
+            bad = int(pieces[np.flatnonzero(~known.all(axis=1))[0]])
+            raise Fault("uninitialised", "a copy reads shared memory before it was written", thread, bad % w.shared_stride)
+
+
+@instruction(f"cp .async .bulk .tensor {_DIMENSIONS} .global .shared::cta mode?=tile .bulk_group {_HINT}")
+def tensor_store(b: Lowering, m: Modifiers) -> Step:
+    return _store(b, m, lambda w, d, at, data: tensor_map.store_box(w, d, at, data.reshape(-1)))
+
+
+@instruction(
+    f"cp .reduce .async .bulk .tensor {_DIMENSIONS} .global .shared::cta op=add|min|max|inc|dec|and|or|xor mode?=tile "
+    f".bulk_group {_HINT}"
+)
+def tensor_reduce(b: Lowering, m: Modifiers) -> Step:
+    def put(w: Any, described: tensor_map.TensorMap, at: tuple[int, ...], data: Array) -> None:
+        kind = tensor_map.ELEMENT_TYPE.get(described.kind, "u32")
+        tensor_map.reduce_box(w, described, at, data.reshape(-1), VIEW[kind], _operation(m.op, kind))
+
+    return _store(b, m, put)
+
+
+@instruction(f"cp .async .bulk .prefetch .tensor {_DIMENSIONS} .L2 .global mode?=tile {_HINT}")
+@instruction(f"cp .async .bulk .prefetch .L2 .global {_HINT}")
+def prefetch(b: Lowering, m: Modifiers) -> Step:
+    return lambda w, i: None
+
+
+@instruction(
+    f"cp .async .bulk space=shared::cta|shared::cluster .global .mbarrier::complete_tx::bytes "
+    f"multicast?=multicast::cluster {_HINT}"
+)
+def bulk_load(b: Lowering, m: Modifiers) -> Step:
+    destination, source = b.address(b.operands[0]), b.address(b.operands[1])
+    size, barrier = b.full(b.read(b.operands[2], "u32")), b.address(b.operands[3])
+    mask = b.full(b.read(b.operands[4], "u16")) if m.multicast else None
+
+    def step(w: Any, i: Index) -> None:
+        threads = w.index(i)
+        targets, sources, sizes = destination(w, i), source(w, i), size(w, i)
+        signals = barrier_offsets(w, i, barrier(w, i))
+        masks = None if mask is None else mask(w, i)
+        for k, t in enumerate(threads.tolist()):
+            n = int(sizes[k])
+            _check_bulk(t, int(targets[k]), int(sources[k]), n)
+            start = _shared_span(w, t, int(targets[k]), n)
+            base = int(sources[k])
+            ends = np.array([base, base + n - 16], np.uint64)
+            memory.locate(w, np.array([t, t]), "global", ends, 16)
+            home = (start // w.shared_stride) * w.shared_stride
+            routes = []
+            for block in _blocks(w, t, None if masks is None else int(masks[k])):
+                shift = 0 if masks is None else block * w.shared_stride - home
+                into = int(signals[k])
+                if masks is not None:
+                    into = into % w.shared_stride + block * w.shared_stride
+                routes.append((spread(start, 0, n, 0) + shift, into))
+                agent = w.mbarriers.get(into, t, "a bulk copy's completion").agent
+                if w.tracker is not None:
+                    w.tracker.async_write(w, t, agent, _bytes_of(routes[-1][0]))
+
+            def write(data: Array, routes: Any = routes, n: int = n, t: int = t) -> None:
+                for where, into in routes:
+                    _write_pieces(w, where, data)
+                    w.mbarriers.complete(into, n, t)
+
+            w.launch.traffic("global", "read", n)
+            w.pending.issue(
+                Operation(lambda base=base, n=n: np.frombuffer(ctypes.string_at(base, n), np.uint8), write, w.current)
+            )
+
+    return step
+
+
+def _check_bulk(thread: int, target: int, source: int, size: int) -> None:
+    if size % 16 or target % 16 or source % 16 or size == 0:
+        raise Fault(
+            "misaligned",
+            f"a bulk copy of {size} bytes from {source:#x} to {target:#x}: all must be positive multiples of 16",
+            thread,
+            target,
+        )
+
+
+@instruction("cp .async .bulk .shared::cluster .shared::cta .mbarrier::complete_tx::bytes")
+def bulk_across(b: Lowering, m: Modifiers) -> Step:
+    destination, source = b.address(b.operands[0]), b.address(b.operands[1])
+    size, barrier = b.full(b.read(b.operands[2], "u32")), b.address(b.operands[3])
+
+    def step(w: Any, i: Index) -> None:
+        signals = barrier_offsets(w, i, barrier(w, i))
+        for k, t in enumerate(w.index(i).tolist()):
+            target, start, n = int(destination(w, i)[k]), int(source(w, i)[k]), int(size(w, i)[k])
+            _check_bulk(t, target, start, n)
+            into, origin = _shared_span(w, t, target, n), _shared_span(w, t, start, n)
+            pieces, signal = spread(origin, 0, n, 0), int(signals[k])
+            _check_source(w, t, pieces)
+            operation = Operation(
+                lambda pieces=pieces: _pieces(w)[pieces >> 4].copy(),
+                lambda data, into=into, n=n, signal=signal, t=t: (
+                    _write_pieces(w, spread(into, 0, n, 0), data), w.mbarriers.complete(signal, n, t)
+                ),
+                w.current,
+            )  # fmt: skip
+            agent = w.mbarriers.get(signal, t, "a bulk copy's completion").agent
+            if w.tracker is not None:
+                operation.done.append(w.tracker.async_read(w, t, _bytes_of(pieces)))
+                w.tracker.async_write(w, t, agent, _bytes_of(spread(into, 0, n, 0)))
+            w.pending.issue(operation)
+
+    return step
+
+
+@instruction(f"cp .async .bulk .global .shared::cta .bulk_group {_HINT}")
+def bulk_store(b: Lowering, m: Modifiers) -> Step:
+    destination, source = b.address(b.operands[0]), b.address(b.operands[1])
+    size = b.full(b.read(b.operands[2], "u32"))
+
+    def step(w: Any, i: Index) -> None:
+        threads = w.index(i)
+        targets, sources, sizes = destination(w, i), source(w, i), size(w, i)
+        for k, t in enumerate(threads.tolist()):
+            n, target = int(sizes[k]), int(targets[k])
+            _check_bulk(t, target, int(sources[k]), n)
+            pieces = spread(_shared_span(w, t, int(sources[k]), n), 0, n, 0)
+            _check_source(w, t, pieces)
+            one = np.array([t])
+            for region, _, _ in memory.locate(w, np.array([t, t]), "global", np.array([target, target + n - 16], np.uint64), 16):
+                memory.check_writable(region, one, None, np.array([target], np.uint64))
+
+            def write(data: Array, target: int = target, one: Array = one) -> None:
+                words = np.ascontiguousarray(data).view(np.uint64).reshape(-1)
+                addresses = np.uint64(target) + np.arange(words.size, dtype=np.uint64) * np.uint64(8)
+                for region, offsets, where in memory.locate(w, np.repeat(one, words.size), "global", addresses, 8):
+                    region.store(offsets >> 3, 8, words if where is None else words[where])
+
+            operation = Operation(lambda pieces=pieces: _pieces(w)[pieces >> 4].copy(), write, w.current)
+            if w.tracker is not None:
+                operation.done.append(w.tracker.async_read(w, t, _bytes_of(pieces)))
+            w.launch.traffic("global", "written", n)
+            w.bulk_groups.add(one, operation)
+            w.pending.issue(operation)
+
+    return step
+
+
+@instruction("cp .async .bulk .commit_group")
+def bulk_commit(b: Lowering, m: Modifiers) -> Step:
+    return lambda w, i: w.bulk_groups.commit(w.index(i))
+
+
+@instruction("cp .async .bulk .wait_group .read?")
+def bulk_wait(b: Lowering, m: Modifiers) -> Step:
+    keep = b.operands[0]
+    if not isinstance(keep, ptx.Imm):
+        raise b.fail("wait_group needs an immediate")
+    count = int(keep.value)
+
+    def step(w: Any, i: Index) -> None:
+        threads = w.index(i)
+        if m.read:
+            w.pending.force(w.bulk_groups.peek(threads, count), reads_only=True)
+        else:
+            w.pending.force(w.bulk_groups.due(threads, count))
+
+    return step
+
+
+# -- non-bulk asynchronous copies ------------------------------------------------------------------------------------
+
+
+@instruction(
+    f"cp .async cop=ca|cg space=shared|shared::cta .global {_HINT} l2?=L2::64B|L2::128B|L2::256B"
+)
+def copy(b: Lowering, m: Modifiers) -> Step:
+    destination, source = b.address(b.operands[0]), b.address(b.operands[1])
+    size_operand = b.operands[2]
+    if not isinstance(size_operand, ptx.Imm) or int(size_operand.value) not in (4, 8, 16):
+        raise b.fail("cp.async copies 4, 8 or 16 bytes")
+    size = int(size_operand.value)
+    keep = b.full(b.read(b.operands[3], "u32")) if len(b.operands) > 3 else None
+
+    def step(w: Any, i: Index) -> None:
+        threads = w.index(i)
+        wide = min(size, 8)
+        count = size // wide
+        targets, sources = destination(w, i), source(w, i)
+        sizes = None if keep is None else keep(w, i)
+        wanted = np.ones(threads.size, bool) if sizes is None else sizes > 0
+        memory.locate(w, i, "shared", targets, size)
+
+        def read() -> list[Array]:
+            values = [np.zeros(threads.size, np.uint64 if wide == 8 else np.uint32) for _ in range(count)]
+            if wanted.any():
+                chosen = np.flatnonzero(wanted)
+                for v, got in zip(values, memory.load(w, threads[chosen], "global", sources[chosen], wide, count), strict=True):
+                    v[chosen] = got
+            if sizes is not None:
+                for n, v in enumerate(values):
+                    left = np.clip(sizes.astype(np.int64) - n * wide, 0, wide)
+                    mask = np.where(left >= 8, ~np.uint64(0), (np.uint64(1) << (left * 8).astype(np.uint64)) - np.uint64(1))
+                    v &= mask.astype(v.dtype)
+            return values
+
+        operation = Operation(
+            read, lambda values: memory.store(w, threads, "shared", targets, wide, values), w.current
+        )
+        w.copy_groups.add(threads, operation)
+        w.pending.issue(operation)
+
+    return step
+
+
+@instruction("cp .async .commit_group")
+def copy_commit(b: Lowering, m: Modifiers) -> Step:
+    return lambda w, i: w.copy_groups.commit(w.index(i))
+
+
+@instruction("cp .async .wait_group")
+@instruction("cp .async .wait_all")
+def copy_wait(b: Lowering, m: Modifiers) -> Step:
+    count = int(b.operands[0].value) if b.operands and isinstance(b.operands[0], ptx.Imm) else 0
+    everything = not b.operands
+
+    def step(w: Any, i: Index) -> None:
+        threads = w.index(i)
+        if everything:
+            w.copy_groups.commit(threads)
+        w.pending.force(w.copy_groups.due(threads, count))
+
+    return step
+
+
+@instruction("cp .async .mbarrier .arrive .noinc? space?=shared|shared::cta .b64")
+def copy_arrive(b: Lowering, m: Modifiers) -> Step:
+    """The arrival happens when the thread's earlier copies are over."""
+    address = b.address(b.operands[0])
+
+    def step(w: Any, i: Index) -> None:
+        threads = w.index(i)
+        for t, offset in zip(threads.tolist(), barrier_offsets(w, i, address(w, i)).tolist(), strict=True):
+            if not m.noinc:
+                w.mbarriers.get(offset, t, "cp.async.mbarrier.arrive").pending += 1
+            w.copy_groups.commit(np.array([t]))
+            earlier = w.copy_groups.peek(np.array([t]), 0)
+
+            def write(_: Any, earlier: Any = earlier, offset: int = offset, t: int = t) -> None:
+                for operation in earlier:
+                    operation.finish()
+                w.mbarriers.arrive(offset, 1, t)
+
+            w.pending.issue(Operation(lambda: None, write, w.current))
+
+    return step
+
+
+# -- tensor maps on the device ---------------------------------------------------------------------------------------
+
+_FIELDS = "field=global_address|rank|box_dim|global_dim|global_stride|element_stride|elemtype|interleave_layout|swizzle_mode|fill_mode"
+
+
+@instruction(f"tensormap .replace mode?=tile {_FIELDS} space=global|shared::cta .b1024 type=b32|b64")
+def replace(b: Lowering, m: Modifiers) -> Step:
+    space = "shared" if m.space.startswith("shared") else "global"
+    address = b.address(b.operands[0])
+    ordinal = 0
+    value_operand = b.operands[1]
+    if m.field in ("box_dim", "global_dim", "global_stride", "element_stride"):
+        if not isinstance(b.operands[1], ptx.Imm):
+            raise b.fail("tensormap.replace needs an immediate dimension")
+        ordinal = int(b.operands[1].value)
+        value_operand = b.operands[2]
+    value = b.full(b.read(value_operand, m.type))
+
+    def step(w: Any, i: Index) -> None:
+        at, new = address(w, i), value(w, i).astype(np.uint64)
+
+        def word(n: int) -> Array:
+            return memory.load(w, i, space, at + np.uint64(4 * n), 4, 1)[0]
+
+        def put(n: int, values: Array) -> None:
+            memory.store(w, i, space, at + np.uint64(4 * n), 4, [values.astype(np.uint32)])
+
+        def bits(n: int, shift: int, width: int, values: Array) -> None:
+            mask = np.uint32(((1 << width) - 1) << shift)
+            put(n, (word(n) & ~mask) | ((values.astype(np.uint32) << np.uint32(shift)) & mask))
+
+        if m.field == "global_address":
+            put(0, new & np.uint64(0xFFFFFFFF))
+            put(1, new >> np.uint64(32))
+        elif m.field == "global_dim":
+            put(8 + ordinal, new - np.uint64(1))
+        elif m.field == "global_stride":
+            put(3 + ordinal, (new >> np.uint64(4)) & np.uint64(0xFFFFFFFF))
+            bits(7, 4 * ordinal, 4, (new >> np.uint64(36)) & np.uint64(15))
+        elif m.field == "box_dim":
+            if ordinal == 0:
+                bits(13, 24, 8, new - np.uint64(1))
+            else:
+                bits(14, 8 * (ordinal - 1), 8, new - np.uint64(1))
+        elif m.field == "rank":
+            bits(2, 4, 3, new)
+        elif m.field == "swizzle_mode":
+            bits(2, 13, 2, new)
+        elif m.field == "elemtype":
+            bits(2, 7, 4, new)
+        elif np.any(new != (1 if m.field == "element_stride" else 0)):
+            raise Fault("tensor_map", f"tensormap.replace of {m.field} by {int(new[0])} is not modelled", int(w.index(i)[0]))
+
+    return step
+
+
+@instruction("fence .proxy kind=tensormap::generic sem=acquire|release scope=cta|cluster|gpu|sys")
+@instruction("tensormap .cp_fenceproxy .global .shared::cta .tensormap::generic .release scope=cta|cluster|gpu|sys .sync .aligned")
+def fence_map(b: Lowering, m: Modifiers) -> Step:
+    if b.ins.opcode == "fence":
+        return lambda w, i: None
+    destination, source = b.address(b.operands[0]), b.address(b.operands[1])
+
+    def step(w: Any, i: Index) -> None:
+        threads = w.index(i)
+        targets, sources = destination(w, i), source(w, i)
+        for k in _warp_issue(w, i, [targets, sources]).tolist():
+            one = threads[k : k + 1]
+            step = np.arange(32, dtype=np.uint64) * np.uint64(4)
+            many = np.repeat(one, 32)
+            values = memory.load(w, many, "shared", sources[k] + step, 4, 1)
+            memory.store(w, many, "global", targets[k] + step, 4, values)
+
+    return step

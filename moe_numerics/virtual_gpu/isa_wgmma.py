@@ -1,0 +1,262 @@
+"""`wgmma`: warpgroup matrix products (PTX ISA 9.7.15). The arithmetic is `moe_numerics.reference.tensor_core`.
+
+Each warp multiplies its own 16 rows, so that a random schedule can let the warps of a warpgroup drift apart. Operands
+in shared memory are read when the operation happens, which is between its issue and the wait for its group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from moe_numerics.reference import tensor_core
+
+from . import ptx
+from .asynchronous import Operation
+from .errors import Fault
+from .lowering import Lowering
+from .memory import Array
+from .registry import Index, Modifiers, Step, instruction
+from .tensor_memory_layout import pieces, read_tile, wgmma_descriptor
+
+_EVERY_LANE = np.uint32(0xFFFFFFFF)
+_BITS = {"bf16": 16, "f16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
+_SHAPES = "|".join(f"m64n{n}k{k}" for k in (8, 16, 32) for n in range(8, 257, 8))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one instruction multiplies: [64, depth] by [depth, columns]."""
+
+    columns: int
+    depth: int
+    a: str
+    b: str
+    result: str
+
+
+def operand(kind: str, raw: Array) -> torch.Tensor:
+    """Bytes [..., bytes] as a tensor of operand values or codes."""
+    contiguous = torch.from_numpy(np.ascontiguousarray(raw))
+    if kind in ("bf16", "f16"):
+        return contiguous.view(torch.bfloat16 if kind == "bf16" else torch.float16)
+    return contiguous.view(torch.float32) if kind == "tf32" else contiguous
+
+
+def shared_operand(raw: Array, kind: str, transposed: bool) -> Array:
+    """Bytes [rows, K bytes] of a tile's pieces [rows, K pieces, 16] or, transposed, [K, row pieces, 16]."""
+    if not transposed:
+        return raw.reshape(raw.shape[0], -1)
+    elements = raw.reshape(raw.shape[0], -1).view(np.uint16)
+    return np.ascontiguousarray(elements.T).view(np.uint8)
+
+
+def _model(shape: Shape) -> str:
+    base = f"sm_90.{'e4m3' if shape.a in ('e4m3', 'e5m2') else shape.a}"
+    return f"{base}_f16acc" if shape.result == "f16" else base
+
+
+def fragment(columns: int) -> tuple[Array, Array]:
+    """Row and column [32, columns / 2] of each lane's float32 accumulators in its warp's 16 rows."""
+    d = np.arange(columns // 2)[None, :]
+    lane = np.arange(32)[:, None]
+    return lane // 4 + 8 * (d // 2 % 2), 8 * (d // 4) + 2 * (lane % 4) + d % 2
+
+
+def _register_a(shape: Shape, registers: list[Array]) -> Array:
+    """Rows [warps * 16, K bytes] of operand A from four registers of each lane, threads in order."""
+    each = 32 // _BITS[shape.a]
+    warps = registers[0].size // 32
+    lane = np.arange(32)
+    out = np.zeros((warps, 16, shape.depth * _BITS[shape.a] // 8), np.uint8)
+    for r, values in enumerate(registers):
+        raw = np.ascontiguousarray(values).view(np.uint8).reshape(warps, 32, 4)
+        row = lane // 4 + 8 * (r % 2)
+        first = (each * (lane % 4) + (r // 2) * (shape.depth // 2)) * _BITS[shape.a] // 8
+        for k in range(4):
+            out[:, row, first + k] = raw[:, :, k]
+    return out.reshape(warps * 16, -1)
+
+
+@instruction(f"wgmma .mma_async .sync .aligned shape={_SHAPES} result=f32|f16 a=bf16|f16|tf32|e4m3|e5m2 b=bf16|f16|tf32|e4m3|e5m2",
+             kind="sync", features=("sm_90a",), evidence="silicon")  # fmt: skip
+def mma(b: Lowering, m: Modifiers) -> Step:
+    numbers = m.shape[4:].split("k")
+    shape = Shape(int(numbers[0]), int(numbers[1]), m.a, m.b, m.result)
+    if shape.depth * _BITS[shape.a] != 256 or (_BITS[shape.a] > 8 and shape.a != shape.b):
+        raise b.fail(f"`{b.ins.name}` is no shape that wgmma has")
+    b.sync_mask = lambda w, i: _EVERY_LANE
+    targets = b.items(b.operands[0])
+    wanted = shape.columns // (2 if shape.result == "f32" else 4)
+    if len(targets) != wanted:
+        raise b.fail(f"`{b.ins.name}` needs {wanted} accumulator registers, found {len(targets)}")
+    writes = [b.write(t, "b32") for t in targets]
+    numbers_of = [t.index for t in targets if isinstance(t, ptx.Reg)]
+    b.in_flight(numbers_of)
+    from_registers = isinstance(b.operands[1], ptx.Vector)
+    a_registers = [b.full(b.read(r, "b32")) for r in b.items(b.operands[1])] if from_registers else []
+    a_read = None if from_registers else b.full(b.read(b.operands[1], "b64"))
+    b_read = b.full(b.read(b.operands[2], "b64"))
+    scale_d = b.read(b.operands[3], "pred")
+    scales = [int(o.value) for o in b.operands[4:] if isinstance(o, ptx.Imm)]
+    negate_a, negate_b = scales[0] == -1, scales[1] == -1
+    rest = scales[2:]
+    transpose_a = bool(rest[0]) if not from_registers and len(rest) == 2 else False
+    transpose_b = bool(rest[-1]) if rest else False
+    accumulators = [b.read_accumulator(t) for t in targets]
+    row, column = fragment(shape.columns)
+
+    def step(w: Any, i: Index) -> None:
+        threads = w.index(i)
+        warps = threads[::32] // 32 if w.per_block % 32 == 0 else w.warp[threads[::32]]
+        count = warps.size
+        if threads.size != count * 32:
+            raise Fault("warp_mask", "wgmma needs all lanes of its warps", int(threads[0]))
+        keep = np.broadcast_to(scale_d(w, i), threads.shape)[::32]
+        b_bits = b_read(w, i)[::32]
+        a_bits = None if a_read is None else a_read(w, i)[::32]
+        a_values = [r(w, i) for r in a_registers]
+        start = [int(v) for v in threads[::32]]
+
+        def read() -> list[tuple[Array, Array]]:
+            found = []
+            for n in range(count):
+                block = int(w.block[start[n]])
+                quarter = (start[n] % w.per_block) // 32 % 4
+                if a_bits is None:
+                    a = _register_a(shape, [v[32 * n : 32 * n + 32] for v in a_values])
+                else:
+                    described = wgmma_descriptor(int(a_bits[n]))
+                    where = pieces(described, 64, 32, transpose_a)
+                    raw, _ = read_tile(w, block, where, start[n])
+                    a = shared_operand(raw, shape.a, transpose_a)[16 * quarter : 16 * quarter + 16]
+                key = (block, int(b_bits[n]))
+                if key not in cache:
+                    where = pieces(wgmma_descriptor(key[1]), shape.columns, 32, transpose_b)
+                    raw, _ = read_tile(w, block, where, start[n])
+                    cache[key] = shared_operand(raw, shape.b, transpose_b)
+                found.append((a, cache[key]))
+            return found
+
+        cache: dict[tuple[int, int], Array] = {}
+
+        def write(tiles: list[tuple[Array, Array]]) -> None:
+            for earlier in before_this:
+                earlier.finish()
+            before = [acc(w, i) for acc in accumulators] if keep.any() else None
+            out = _multiply(shape, tiles, before, keep, negate_a, negate_b, row, column)
+            for n, put in enumerate(writes):
+                put(w, i, out[n])
+
+        operation = Operation(read, write, w.current)
+        _note_reads(w, shape, threads, a_bits, b_bits, transpose_a, transpose_b, operation.done)
+        w.wgmma_groups.add(threads[::32], operation)
+        operation.warps = frozenset(w.warp[threads[::32]].tolist())
+        # Products onto the same accumulators happen in their order of issue.
+        before_this = [o for o in w.in_flight.get(numbers_of[0], []) if o.warps & operation.warps]
+        for k in numbers_of:
+            w.in_flight.setdefault(k, []).append(operation)
+        w.pending.issue(operation)
+
+    return step
+
+
+def _note_reads(
+    w: Any, shape: Shape, threads: Array, a_bits: Array | None, b_bits: Array, transpose_a: bool, transpose_b: bool,
+    done: list[Any],
+) -> None:  # fmt: skip
+    """Tells the race checker which shared memory the product reads."""
+    if w.tracker is None:
+        return
+    seen = set()
+    for n, t in enumerate(threads[::32].tolist()):
+        block = int(w.block[t])
+        for bits, rows, transposed in ((a_bits, 64, transpose_a), (b_bits, shape.columns, transpose_b)):
+            if bits is None:
+                continue
+            where = pieces(wgmma_descriptor(int(bits[n])), rows, 32, transposed)
+            if not transposed and rows == 64:
+                quarter = (t % w.per_block) // 32 % 4
+                where = where[16 * quarter : 16 * quarter + 16]
+            key = (block, int(bits[n]), rows, t)
+            if key not in seen:
+                seen.add(key)
+                offsets = (where.reshape(-1, 1) + block * w.shared_stride + np.arange(0, 16, 4)).reshape(-1)
+                done.append(w.tracker.async_read(w, t, offsets))
+
+
+def _multiply(
+    shape: Shape, tiles: list[tuple[Array, Array]], before: list[Array] | None, keep: Array, negate_a: bool,
+    negate_b: bool, row: Array, column: Array,
+) -> list[Array]:  # fmt: skip
+    """New accumulator registers of all lanes, register by register."""
+    count = len(tiles)
+    same = all(t[1] is tiles[0][1] for t in tiles)
+    a = operand(shape.a, np.stack([t[0] for t in tiles]))
+    b = operand(shape.b, tiles[0][1][None] if same else np.stack([t[1] for t in tiles]))
+    if same:
+        a = a.reshape(1, count * 16, -1)
+    a, b = _signed(a, negate_a, shape.a), _signed(b, negate_b, shape.b)
+    half = shape.result == "f16"
+    start = np.zeros((count, 16, shape.columns), np.float16 if half else np.float32)
+    if before is not None:
+        start[:, row, column] = _unpack(before, count, half)
+        start[~keep] = 0
+    c = torch.from_numpy(start if not same else start.reshape(1, count * 16, shape.columns))
+    result = tensor_core.accumulate(
+        a, b, c, _model(shape), a_format=shape.a if _BITS[shape.a] == 8 else None,
+        b_format=shape.b if _BITS[shape.b] == 8 else None,
+    )  # fmt: skip
+    lanes = result.numpy().reshape(count, 16, shape.columns)[:, row, column].reshape(count * 32, -1)
+    words = np.ascontiguousarray(lanes).view(np.uint32)
+    return [np.ascontiguousarray(words[:, n]) for n in range(words.shape[1])]
+
+
+def _unpack(registers: list[Array], count: int, half: bool) -> Array:
+    """Accumulator values [warps, 32, elements] from registers."""
+    words = np.stack([r.view(np.uint32) for r in registers], axis=1)
+    values = np.ascontiguousarray(words).view(np.float16 if half else np.float32)
+    return values.reshape(count, 32, -1)
+
+
+def _signed(x: torch.Tensor, negate: bool, kind: str) -> torch.Tensor:
+    if not negate:
+        return x
+    return x ^ 0x80 if _BITS[kind] == 8 else -x
+
+
+@instruction("wgmma .fence .sync .aligned", kind="sync", features=("sm_90a",))
+def fence(b: Lowering, m: Modifiers) -> Step:
+    b.sync_mask = lambda w, i: _EVERY_LANE
+    return lambda w, i: None
+
+
+@instruction("wgmma .commit_group .sync .aligned", kind="sync", features=("sm_90a",))
+def commit(b: Lowering, m: Modifiers) -> Step:
+    b.sync_mask = lambda w, i: _EVERY_LANE
+    return lambda w, i: w.wgmma_groups.commit(w.index(i)[::32])
+
+
+@instruction("wgmma .wait_group .sync .aligned", kind="sync", features=("sm_90a",))
+def wait(b: Lowering, m: Modifiers) -> Step:
+    b.sync_mask = lambda w, i: _EVERY_LANE
+    keep = b.operands[0]
+    if not isinstance(keep, ptx.Imm):
+        raise b.fail("wgmma.wait_group needs an immediate")
+    count = int(keep.value)
+
+    def step(w: Any, i: Index) -> None:
+        threads = w.index(i)
+        finished = w.wgmma_groups.due(threads[::32], count)
+        w.pending.force(finished)
+        over = {id(o) for o in finished}
+        if over:
+            left = {k: [o for o in flying if id(o) not in over] for k, flying in w.in_flight.items()}
+            w.in_flight = {k: flying for k, flying in left.items() if flying}
+        if w.tracker is not None:
+            w.tracker.warp_barrier(w, i, _EVERY_LANE)
+
+    return step

@@ -1,0 +1,103 @@
+"""Operand tiles of tensor-core instructions in shared memory, as matrix descriptors give them.
+
+Sources: PTX ISA 9.7.15.5.1 (wgmma matrix descriptor) and 9.7.16.4 (tcgen05 shared memory descriptor); the canonical
+layouts as described in NVIDIA/cutlass include/cute/arch/mma_sm90_desc.hpp. 64 and 128 byte swizzles of K-major tiles
+were checked through the address arithmetic of compiled kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import Fault
+from .tensor_map import swizzled
+
+if TYPE_CHECKING:
+    from .wave import Wave
+
+Array = npt.NDArray[Any]
+WIDTH = {0: 16, 1: 32, 2: 64, 3: 128}
+MASK = {0: 0, 1: 1, 2: 3, 3: 7}
+
+
+@dataclass(frozen=True)
+class Descriptor:
+    """A decoded matrix descriptor: byte offsets, and the swizzle as 0 none, 1, 2, 3 for 32, 64, 128 bytes."""
+
+    start: int
+    leading: int
+    stride: int
+    base: int
+    swizzle: int
+
+
+def wgmma_descriptor(bits: int) -> Descriptor:
+    """The descriptor of `wgmma`."""
+    mode = bits >> 62 & 3
+    swizzle = {0: 0, 1: 3, 2: 2, 3: 1}[mode]
+    return Descriptor(
+        (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, bits >> 49 & 7, swizzle
+    )
+
+
+def tcgen05_descriptor(bits: int) -> Descriptor:
+    """The descriptor of `tcgen05.mma` and `tcgen05.cp`."""
+    mode = bits >> 61 & 7
+    if mode not in (0, 2, 4, 6):
+        raise Fault("descriptor", f"swizzle mode {mode} of matrix descriptor {bits:#x} is not modelled")
+    swizzle = {0: 0, 2: 3, 4: 2, 6: 1}[mode]
+    return Descriptor(
+        (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, bits >> 49 & 7, swizzle
+    )
+
+
+def pieces(d: Descriptor, rows: int, row_bytes: int, transposed: bool) -> Array:
+    """Shared addresses of the 16-byte pieces of a tile.
+
+    K-major: [rows, row_bytes / 16], `row_bytes` bytes of K for each of `rows` rows of M or N. Transposed (MN-major, 16
+    bits an element): [K, rows / 8], where `row_bytes` is 2 * K.
+    """
+    width = WIDTH[d.swizzle]
+    if not transposed:
+        r = np.arange(rows)[:, None]
+        k = np.arange(0, row_bytes, 16)[None, :]
+        if d.swizzle == 0:
+            flat = r // 8 * d.stride + k // 16 * d.leading + r % 8 * 16
+        else:
+            flat = r // 8 * d.stride + r % 8 * width + k
+    else:
+        k = np.arange(row_bytes // 2)[:, None]
+        mn = np.arange(0, rows * 2, 16)[None, :]
+        if d.swizzle == 0:
+            flat = mn // 16 * d.stride + k // 8 * d.leading + k % 8 * 16
+        else:
+            flat = mn // width * d.leading + mn % width + k % 8 * width + k // 8 * d.stride
+    return swizzled(flat.astype(np.int64) + d.start, MASK[d.swizzle])
+
+
+def read_tile(w: Wave, block: int, addresses: Array, thread: int) -> tuple[Array, Array]:
+    """Bytes [..., 16] of pieces in a block's shared memory, and their offsets in the wave's buffer."""
+    low, high = int(addresses.min()), int(addresses.max())
+    if low < w.shared_begin or high + 16 > w.shared_limit:
+        raise Fault(
+            "out_of_bounds",
+            f"a matrix descriptor covers shared addresses {low:#x} to {high + 16:#x}; the block's shared memory lies from "
+            f"{w.shared_begin:#x} to {w.shared_limit:#x}",
+            thread,
+            low,
+        )
+    offsets = addresses + block * w.shared_stride
+    view = w.shared_region.buffer.reshape(-1, 16)
+    if w.checkers and w.shared_region.shadow is not None:
+        known = w.shared_region.shadow.reshape(-1, 16)[offsets >> 4]
+        if not known.all():
+            bad = offsets[~known.all(axis=-1)]
+            raise Fault(
+                "uninitialised", "a matrix operand in shared memory is read before it was written", thread,
+                int(bad.flat[0]) % w.shared_stride,
+            )  # fmt: skip
+    return view[offsets >> 4], offsets
