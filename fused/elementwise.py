@@ -34,7 +34,7 @@ from moe_numerics.fused.tile import (
 )
 from moe_numerics.reference.activations import Activation as ReferenceActivation
 from moe_numerics.reference.contract import SUITE, Contract
-from moe_numerics.reference.elementwise import find_activation, output_shapes
+from moe_numerics.reference.elementwise import BOTH, Blocks, find_activation, output_shapes
 from moe_numerics.reference.formats import FloatFormat
 
 __all__ = ["activation_backward", "activation_forward", "quantize"]
@@ -164,6 +164,7 @@ class _Variant:
     def _arguments(self) -> Sequence[Any]:
         backward = isinstance(self.op, Backward)
         quantised, dprob = self.sink.blocks, backward and self.prob
+        rowwise, colwise = quantised and self.sink.copies.rowwise, quantised and self.sink.copies.colwise
         rows = cute.sym_int
         narrow, wide = (
             cute.sym_int(divisibility=BLOCK),
@@ -181,10 +182,10 @@ class _Variant:
             fake(offset_type, rows(), align=offset_type.width // 8),
             fake(Int32, rows(), align=4) if self.counts else None,
             None if quantised else fake(BFloat16, rows(), own, align=16),
-            fake(Uint8, rows(), own, align=16) if quantised else None,
-            fake(Uint8, rows(), rows(), align=1) if quantised else None,
-            fake(Uint8, rows(), own, align=16) if quantised else None,
-            fake(Uint8, rows(), own, align=1) if quantised else None,
+            fake(Uint8, rows(), own, align=16) if rowwise else None,
+            fake(Uint8, rows(), rows(), align=1) if rowwise else None,
+            fake(Uint8, rows(), own, align=16) if colwise else None,
+            fake(Uint8, rows(), own, align=1) if colwise else None,
             fake(Float32, rows(), align=4),
             fake(Float32, rows(), rows(), align=4) if dprob else None,
             fake(Float32, rows(), align=4) if dprob else None,
@@ -231,6 +232,7 @@ def _run(
     alignment: int,
     contract: Contract,
     out: Mapping[str, torch.Tensor] | None,
+    blocks: Blocks = BOTH,
 ) -> dict[str, torch.Tensor]:
     device = source.device
     op = make_op(activation, _parse_layout(activation, layout))
@@ -251,21 +253,20 @@ def _run(
         raise ValueError(f"maths is {contract.maths!r}: these kernels are compiled in exact maths")
 
     dprob = make_op is Backward and prob is not None
-    shapes = output_shapes(rows, hidden, experts, op.streams, element is not None, alignment, dprob)
-    results = {} if out is None else dict(out)
+    shapes = output_shapes(rows, hidden, experts, op.streams, element is not None, alignment, dprob, blocks)
+    results: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in shapes.items():
-        if out is None:
-            results[name] = torch.empty(shape, dtype=dtype, device=device)
-        elif name not in results:
+        if out is not None and name not in out:
             raise ValueError(f"out lacks {name!r}: expected {', '.join(shapes)}")
+        results[name] = torch.empty(shape, dtype=dtype, device=device) if out is None else out[name]
         check_tensor(name, results[name], dtype, shape, device, 16 if len(shape) == 2 and "scales" not in name else 4)
     if rows == 0:
         # There is nothing to launch for, and the DSL takes no tensor without elements.
         results["amax"].zero_()
-        return {name: results[name] for name in shapes}
+        return results
     shares = torch.empty((-(-hidden // COLUMNS), rows), dtype=torch.float32, device=device) if dprob else None
     quantizer = Bfloat16(contract.nan_policy == "propagate") if element is None else Mxfp8.of(element, contract)
-    sink = Sink(quantizer, alignment % BLOCK == 0)
+    sink = Sink(quantizer, blocks, alignment % BLOCK == 0)
     variant = _Variant(op, sink, offsets.dtype == torch.int64, counts is not None, prob is not None)
     launch(
         variant.compile(),
@@ -283,7 +284,7 @@ def _run(
         shares,
         results.get("dprob"),
     )
-    return {name: results[name] for name in shapes}
+    return results
 
 
 def activation_forward(
@@ -373,15 +374,16 @@ def quantize(
     counts: torch.Tensor | None = None,
     *,
     element: FloatFormat,
+    blocks: Blocks = BOTH,
     alignment: int = 1,
     contract: Contract = SUITE,
     out: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """MXFP8 codes and scales of x, row-wise and column-wise in one pass, and each expert's amax.
+    """MXFP8 codes and scales of x in the copies that `blocks` names, in one pass, and each expert's amax.
 
     x: bfloat16 [capacity, hidden]. Other arguments, results and errors as for `activation_forward`.
     """
-    return _run(Forward, IDENTITY, "halves", x, None, offsets, counts, None, element, alignment, contract, out)
+    return _run(Forward, IDENTITY, "halves", x, None, offsets, counts, None, element, alignment, contract, out, blocks)
 
 
 def _activation(chosen: str | ReferenceActivation) -> Activation:

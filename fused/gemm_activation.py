@@ -95,7 +95,8 @@ class ActivationForward:
                     for i in range(inputs)
                 ]
             values = []
-            for half, valid in enumerate((spot.upper, spot.lower)):
+            packed = []
+            for half in cutlass.range_constexpr(2):
                 own = []
                 for i in cutlass.range_constexpr(inputs):
                     vector = block_values(sums, i, half)
@@ -104,11 +105,7 @@ class ActivationForward:
                     if cutlass.const_expr(bias is not None):
                         vector = [value + addend for value, addend in zip(vector, biases[i], strict=True)]
                     words = pack_bf16(vector)
-                    if cutlass.const_expr(argument is not None):
-                        at = cute.assume(base + BLOCK * i + lane_column, divby=VECTOR)
-                        pointer = argument.iterator + (Int64(spot.row + 8 * half) * columns + at)
-                        if inside and valid:
-                            store_words(pointer, words)
+                    packed.append(words)
                     own.append(unpack_bf16(words) if self.staged else vector)
                 streams, _ = self.op.row(own, None, weights[half], self.target)
                 values.append([[quantizer.prepare(value) for value in stream] for stream in streams])
@@ -124,6 +121,13 @@ class ActivationForward:
                 outputs,
                 shared,
             )
+            if cutlass.const_expr(argument is not None):
+                for half, valid in enumerate((spot.upper, spot.lower)):
+                    if inside and valid:
+                        line = argument.iterator + Int64(spot.row + 8 * half) * columns
+                        for i in cutlass.range_constexpr(inputs):
+                            at = cute.assume(base + BLOCK * i + lane_column, divby=VECTOR)
+                            store_words(line + at, packed[half * inputs + i])
             largest = quantizer.magnitude_max(largest, of_block)
             drop_blocks(sums, inputs)
         raise_amax(amax.iterator + place.expert, largest, thread % 32)
@@ -218,7 +222,8 @@ class ActivationBackward:
             saved = [ahead[i] for i in range(2 * inputs * WORDS)]
             self._load(ahead, argument, rows, base + BLOCK, columns, lane_column)
             values = []
-            for half, valid in enumerate((spot.upper, spot.lower)):
+            totals = []
+            for half in cutlass.range_constexpr(2):
                 incoming = block_values(sums, 0, half)
                 if cutlass.const_expr(alpha is not None):
                     incoming = [value * factor for value in incoming]
@@ -236,8 +241,7 @@ class ActivationBackward:
                     share = share + cute.arch.shuffle_sync_bfly(share, 2)
                     # Of 128 columns blocks 0 and 1, 2 and 3 are added first, then the two sums.
                     both = pairs[half] + share
-                    if _last_share(step, base, columns) and valid and thread % 4 == 0:
-                        shares[base // SHARE_COLUMNS, spot.row + 8 * half] = earlier[half] + both
+                    totals.append(earlier[half] + both)
                     earlier[half] = select(step % 4 == 1, both, earlier[half])
                     pairs[half] = select(step % 2 == 0, share, Float32(0.0))
             of_block = write_block(
@@ -253,6 +257,11 @@ class ActivationBackward:
                 shared,
             )
             largest = quantizer.magnitude_max(largest, of_block)
+            if cutlass.const_expr(shares is not None):
+                if _last_share(step, base, columns) and thread % 4 == 0:
+                    for half, valid in enumerate((spot.upper, spot.lower)):
+                        if valid:
+                            shares[base // SHARE_COLUMNS, spot.row + 8 * half] = totals[half]
             drop_blocks(sums, 1)
         raise_amax(amax.iterator + place.expert, largest, thread % 32)
 

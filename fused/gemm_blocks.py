@@ -161,24 +161,18 @@ def _write_mxfp8(
     warp = spot.thread // 32
     shift = (lane % 4) * VECTOR
     streams = len(first_columns)
-    for half, valid in enumerate((spot.upper, spot.lower)):
-        for stream, first in enumerate(first_columns):
+    column = _own_column(lane)
+    # Stores come last and together: they branch, and nothing is moved over a branch.
+    rowwise: list[list[Any]] = [[], []]
+    over_warp = []
+    for stream in cutlass.range_constexpr(streams):
+        for half in cutlass.range_constexpr(2):
             current = values[half][stream]
             block = _largest(quantizer, current, Float32(0.0))
             block = quantizer.magnitude_max(block, cute.arch.shuffle_sync_bfly(block, 1))
             block = quantizer.magnitude_max(block, cute.arch.shuffle_sync_bfly(block, 2))
             code = quantizer.scale_code(block)
-            words = quantizer.encode(current, [quantizer.factor(code)] * VECTOR)
-            if inside and valid:
-                own_row = spot.row + 8 * half
-                pointer = Int64(own_row) * width + cute.assume(first + shift, divby=VECTOR)
-                store_words(outputs.codes_rowwise.iterator + pointer, words)
-                if lane % 4 == 0:
-                    outputs.scales_rowwise[own_row, first // BLOCK] = code.to(Uint8)
-
-    column = _own_column(lane)
-    over_warp = []
-    for stream in cutlass.range_constexpr(streams):
+            rowwise[half].append((code, quantizer.encode(current, [quantizer.factor(code)] * VECTOR)))
         over_rows = []
         for j in cutlass.range_constexpr(VECTOR):
             upper = select(spot.upper, values[0][stream][j], Float32(0.0))
@@ -187,19 +181,33 @@ def _write_mxfp8(
         over_warp.append(_column_of_lane(quantizer, over_rows, lane))
         exchange.partial[((parity * streams + stream) * WARPS + warp) * BLOCK + column] = over_warp[stream]
     cute.arch.barrier(barrier_id=FIRST_BARRIER + warp // 2, number_of_threads=PAIR_THREADS)
-    for stream, first in enumerate(first_columns):
+    column_codes = []
+    for stream in cutlass.range_constexpr(streams):
         other = exchange.partial[((parity * streams + stream) * WARPS + (warp ^ 1)) * BLOCK + column]
         code = quantizer.scale_code(quantizer.magnitude_max(over_warp[stream], other))
         exchange.factors[(stream * WARPS + warp) * BLOCK + column] = quantizer.factor(code)
-        if inside and spot.owned and warp % 2 == 0:
-            outputs.scales_colwise[spot.scale_row, first + column] = code.to(Uint8)
+        column_codes.append(code)
     cute.arch.sync_warp()
-    for stream, first in enumerate(first_columns):
+    colwise: list[list[Any]] = [[], []]
+    for stream in cutlass.range_constexpr(streams):
         own = (stream * WARPS + warp) * BLOCK + shift
         factors = [exchange.factors[own + j] for j in range(VECTOR)]
+        for half in cutlass.range_constexpr(2):
+            colwise[half].append(quantizer.encode(values[half][stream], factors))
+    if inside:
+        if spot.owned and warp % 2 == 0:
+            for stream in cutlass.range_constexpr(streams):
+                outputs.scales_colwise[spot.scale_row, first_columns[stream] + column] = column_codes[stream].to(Uint8)
         for half, valid in enumerate((spot.upper, spot.lower)):
-            words = quantizer.encode(values[half][stream], factors)
-            if inside and valid:
-                pointer = Int64(spot.row + 8 * half) * width + cute.assume(first + shift, divby=VECTOR)
-                store_words(outputs.codes_colwise.iterator + pointer, words)
+            if valid:
+                own_row = spot.row + 8 * half
+                for stream in cutlass.range_constexpr(streams):
+                    pointer = Int64(own_row) * width + cute.assume(first_columns[stream] + shift, divby=VECTOR)
+                    store_words(outputs.codes_rowwise.iterator + pointer, rowwise[half][stream][1])
+                    store_words(outputs.codes_colwise.iterator + pointer, colwise[half][stream])
+                if lane % 4 == 0:
+                    for stream in cutlass.range_constexpr(streams):
+                        outputs.scales_rowwise[own_row, first_columns[stream] // BLOCK] = rowwise[half][stream][0].to(
+                            Uint8
+                        )
     return _largest(quantizer, over_warp, Float32(0.0))

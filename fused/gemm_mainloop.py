@@ -27,8 +27,8 @@ WARPGROUP = 128
 CONSUMERS = 2
 CONSUMER_THREADS = CONSUMERS * WARPGROUP
 THREADS = WARPGROUP + CONSUMER_THREADS
-LOAD_REGISTERS = 40
-MATH_REGISTERS = 232
+LOAD_REGISTERS = 24
+MATH_REGISTERS = 240
 # Barriers 1 to 4 belong to the epilogues.
 CONSUMER_BARRIER = 5
 # Elements of a line of a tile whose contiguous dimension is not K: 128 bytes, which swizzling permutes within itself.

@@ -28,12 +28,13 @@ class Tiling:
     """Shape of a thread block's tile (128 rows), of the ring of stages and of the cluster.
 
     `cluster` thread blocks work on neighbouring row tiles and share the tiles of the right matrix that they load.
-    columns: 128 or 256.
+    columns: 128 or 256. group: see `gemm_schedule.locate_columns`.
     """
 
     columns: int = 256
     stages: int = 4
     cluster: int = 2
+    group: int = 16
 
     @property
     def rows(self) -> int:
@@ -159,7 +160,7 @@ class RaggedRows:
         lane: Int32,
     ) -> Place:
         """Where tile number `index` stands."""
-        row_tile, column_tile = locate_columns(index, row_tiles, _tiles(sizes.columns, tiling.columns))
+        row_tile, column_tile = locate_columns(index, row_tiles, _tiles(sizes.columns, tiling.columns), tiling.group)
         expert, start, first, end = find_row_tile(offsets, counts, row_tile, tiling.rows, lane)
         return Place(expert, start, first, end, column_tile * tiling.columns, sizes.depth)
 
@@ -233,6 +234,8 @@ class RaggedDepth:
         """Where tile number `index` stands."""
         column_tiles = _tiles(sizes.columns, tiling.columns)
         expert = index // (row_tiles * column_tiles)
-        row_tile, column_tile = locate_columns(index - expert * (row_tiles * column_tiles), row_tiles, column_tiles)
+        row_tile, column_tile = locate_columns(
+            index - expert * (row_tiles * column_tiles), row_tiles, column_tiles, tiling.group
+        )
         start, end = expert_rows(offsets, counts, expert)
         return Place(expert, start, row_tile * tiling.rows, sizes.rows, column_tile * tiling.columns, end - start)

@@ -15,8 +15,6 @@ from moe_numerics.fused.memory import MaybeTensor, select
 __all__ = ["count_row_tiles", "expert_rows", "find_row_tile", "locate_columns"]
 
 LANES = 32
-# Column tiles that are gone through for one row tile before the next: neighbours in time share both operands in L2.
-GROUP = 16
 
 
 def expert_rows(offsets: cute.Tensor, counts: MaybeTensor, expert: Int32) -> tuple[Int32, Int32]:
@@ -82,10 +80,15 @@ def find_row_tile(
 
 
 @cute.jit
-def locate_columns(index: Int32, row_tiles: Int32, column_tiles: Int32) -> tuple[Int32, Int32]:
-    """Row tile and column tile of tile number `index`, of `row_tiles * column_tiles`."""
-    group = index // (row_tiles * GROUP)
-    within = index - group * (row_tiles * GROUP)
-    width = cutlass.min(column_tiles - group * GROUP, Int32(GROUP))
+def locate_columns(
+    index: Int32, row_tiles: Int32, column_tiles: Int32, group: cutlass.Constexpr
+) -> tuple[Int32, Int32]:
+    """Row tile and column tile of tile number `index`, of `row_tiles * column_tiles`.
+
+    `group` column tiles are gone through for one row tile before the next: neighbours in time share operands in L2.
+    """
+    before = index // (row_tiles * group)
+    within = index - before * (row_tiles * group)
+    width = cutlass.min(column_tiles - before * group, Int32(group))
     row_tile = within // width
-    return row_tile, group * GROUP + (within - row_tile * width)
+    return row_tile, before * group + (within - row_tile * width)

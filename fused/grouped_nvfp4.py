@@ -189,23 +189,19 @@ def quantize(
             raise ValueError("seed is missing: stochastic rounding needs an int32 tensor of two words")
         check_tensor("seed", seed, torch.int32, (2,), device, 4)
     shapes = output_shapes(rows, hidden, experts, recipe, alignment, contract)
-    results = {} if out is None else dict(out)
+    results: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in shapes.items():
-        if amax is not None and name.startswith("amax"):
-            if name not in amax:
-                raise ValueError(f"amax lacks {name!r}: give the amax of every copy, or none")
-            results[name] = amax[name]
-        elif out is None:
-            results[name] = torch.empty(shape, dtype=dtype, device=device)
-        elif name not in results:
-            raise ValueError(f"out lacks {name!r}: expected {', '.join(shapes)}")
+        given = amax if amax is not None and name.startswith("amax") else out
+        if given is not None and name not in given:
+            raise ValueError(f"{'amax' if given is amax else 'out'} lacks {name!r}: expected {', '.join(shapes)}")
+        results[name] = torch.empty(shape, dtype=dtype, device=device) if given is None else given[name]
         check_tensor(name, results[name], dtype, shape, device, 16 if name.startswith("codes") else 4)
     if rows == 0:
         # There is nothing to launch for, and the DSL takes no tensor without elements.
         for name in shapes:
             if name.startswith("amax") and amax is None:
                 results[name].zero_()
-        return {name: results[name] for name in shapes}
+        return results
     variant = _Variant(
         Nvfp4.of(contract, recipe.stochastic),
         recipe,
@@ -228,4 +224,4 @@ def quantize(
         results.get("scales_colwise"),
         results.get("amax_colwise"),
     )
-    return {name: results[name] for name in shapes}
+    return results

@@ -20,6 +20,7 @@ from moe_numerics.fused.activations import Activation
 from moe_numerics.fused.memory import MaybeTensor, load_words, pack_bf16, select, store_words, unpack_bf16
 from moe_numerics.fused.mxfp8 import Mxfp8
 from moe_numerics.fused.ragged import SLOTS_PER_LAYER, locate_tile, raise_amax
+from moe_numerics.reference.elementwise import BOTH, Blocks
 
 __all__ = [
     "COLUMNS",
@@ -81,12 +82,23 @@ class Sink:
     """How each stream is written: as bfloat16, or as MXFP8 codes and scales row-wise and column-wise."""
 
     quantizer: Bfloat16 | Mxfp8
+    copies: Blocks = BOTH
     dense_scale_rows: bool = False
     """Column-wise scales without a spare row for each expert: offsets are multiples of the block."""
 
     @property
     def blocks(self) -> bool:
         return isinstance(self.quantizer, Mxfp8)
+
+    @property
+    def row_blocks(self) -> bool:
+        """Whether there are blocks of 1x32."""
+        return self.blocks and self.copies.rowwise and not self.copies.block2d
+
+    @property
+    def shared_blocks(self) -> bool:
+        """Whether a block spans the rows of the tile, so that its maximum goes through shared memory."""
+        return self.blocks and (self.copies.colwise or self.copies.block2d)
 
 
 @dataclass(frozen=True)
@@ -252,6 +264,7 @@ def tile_kernel(
         memory = cutlass.memory.SmemAllocator()
         partial = memory.allocate_tensor(Float32, cute.make_layout(op.streams * warps * COLUMNS), 16)
         factors = memory.allocate_tensor(Float32, cute.make_layout(op.streams * COLUMNS), 16)
+        tile_codes = memory.allocate_tensor(Uint32, cute.make_layout(op.streams * COLUMNS), 16)
 
         column = column_tile * COLUMNS + (thread % LANES_PER_ROW) * VECTOR
         inside = column < hidden
@@ -274,6 +287,7 @@ def tile_kernel(
             row = top + row_step * i
             words, incoming, weight = loaded[i]
             streams, share = _compute(op, quantizer, words, incoming, weight, target)
+            code = Uint32(0)
             values.append(streams)
             if cutlass.const_expr(shares is not None):
                 share = _sum_over_row(select(inside, share, Float32(0.0)))
@@ -287,18 +301,19 @@ def tile_kernel(
                 if cutlass.const_expr(not sink.blocks):
                     words = pack_bf16(current)
                     pointer = out.iterator + pointer
-                else:
+                elif cutlass.const_expr(sink.row_blocks):
                     block = _over_lanes(quantizer, _largest(quantizer, current, Float32(0.0)), (1, 2))
                     code = quantizer.scale_code(block)
                     words = quantizer.encode(current, [quantizer.factor(code)] * VECTOR)
                     pointer = codes_rowwise.iterator + pointer
                     if inside and row < end and thread % 4 == 0:
                         scales_rowwise[row, places[stream] // 32] = code.to(Uint8)
-                if inside and row < end:
-                    store_words(pointer, words)
+                if cutlass.const_expr(not sink.blocks or sink.row_blocks):
+                    if inside and row < end:
+                        store_words(pointer, words)
 
         of_expert = Float32(0.0)
-        if cutlass.const_expr(not sink.blocks):
+        if cutlass.const_expr(not sink.shared_blocks):
             for stream in cutlass.range_constexpr(op.streams):
                 of_expert = _largest(quantizer, largest[stream], of_expert)
         else:
@@ -319,23 +334,34 @@ def tile_kernel(
                         entry_of_warp = (stream_index * warps + w) * COLUMNS + own
                         over_warps = quantizer.magnitude_max(over_warps, partial[entry_of_warp])
                     of_expert = quantizer.magnitude_max(of_expert, over_warps)
+                    if cutlass.const_expr(sink.copies.block2d):
+                        # The 32 lanes of a warp have the 32 columns of one tile.
+                        over_warps = _over_lanes(quantizer, over_warps, (1, 2, 4, 8, 16))
                     code = quantizer.scale_code(over_warps)
                     factors[entry] = quantizer.factor(code)
+                    if cutlass.const_expr(sink.copies.block2d):
+                        tile_codes[entry] = code
                     own_column = column_tile * COLUMNS + own
-                    if own_column < hidden:
+                    if cutlass.const_expr(sink.copies.colwise) and own_column < hidden:
                         scale_row = slot
                         if cutlass.const_expr(sink.dense_scale_rows):
                             scale_row = slot - expert
                         scales_colwise[scale_row, _place_of(op, own_column, hidden, stream_index)] = code.to(Uint8)
         raise_amax(amax.iterator + expert, of_expert, lane)
 
-        if cutlass.const_expr(sink.blocks):
+        if cutlass.const_expr(sink.shared_blocks):
             cute.arch.sync_threads()
             for stream in cutlass.range_constexpr(op.streams):
-                own_factors = _read_vector(factors, stream * COLUMNS + (thread % LANES_PER_ROW) * VECTOR)
+                entry = stream * COLUMNS + (thread % LANES_PER_ROW) * VECTOR
+                own_factors = _read_vector(factors, entry)
                 for i in cutlass.range_constexpr(rows):
                     row = top + row_step * i
                     words = quantizer.encode(values[i][stream], own_factors)
-                    pointer = codes_colwise.iterator + (Int64(row) * width + places[stream])
+                    offset = Int64(row) * width + places[stream]
                     if inside and row < end:
-                        store_words(pointer, words)
+                        if cutlass.const_expr(sink.copies.colwise):
+                            store_words(codes_colwise.iterator + offset, words)
+                        if cutlass.const_expr(sink.copies.rowwise and sink.copies.block2d):
+                            store_words(codes_rowwise.iterator + offset, words)
+                            if thread % 4 == 0:
+                                scales_rowwise[row, places[stream] // 32] = tile_codes[entry].to(Uint8)

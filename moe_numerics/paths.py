@@ -20,6 +20,7 @@ from moe_numerics.findings import Grade
 from moe_numerics.reference import elementwise, grouped_nvfp4, mxfp8, nvfp4
 from moe_numerics.reference.activations import ACTIVATIONS, CLAMPED_SWIGLU_PRESETS, Activation
 from moe_numerics.reference.contract import Contract
+from moe_numerics.reference.elementwise import BOTH, Blocks
 from moe_numerics.reference.formats import E4M3, E5M2, FloatFormat
 from moe_numerics.reference.grouped_nvfp4 import Recipe
 from moe_numerics.reference.ragged import Experts
@@ -209,9 +210,12 @@ class _Backward(_Forward):
 @dataclass(frozen=True)
 class _Quantize:
     element: FloatFormat
+    blocks: Blocks = BOTH
 
     def shapes(self, case: Case) -> Shapes:
-        return elementwise.output_shapes(case.capacity, case.hidden, len(case.counts), 1, True, case.alignment, False)
+        return elementwise.output_shapes(
+            case.capacity, case.hidden, len(case.counts), 1, True, case.alignment, False, self.blocks
+        )
 
     def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
         return elementwise.quantize(
@@ -219,6 +223,7 @@ class _Quantize:
             tensors["offsets"],
             tensors.get("counts"),
             element=self.element,
+            blocks=self.blocks,
             alignment=case.alignment,
             contract=contract,
         )
@@ -231,6 +236,7 @@ class _Quantize:
             tensors["offsets"],
             tensors.get("counts"),
             element=self.element,
+            blocks=self.blocks,
             alignment=case.alignment,
             contract=contract,
             out=out,
@@ -382,6 +388,13 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
     return paths
 
 
+_BLOCKS = {
+    "": BOTH,
+    ".rowwise": Blocks(colwise=False),
+    ".colwise": Blocks(rowwise=False),
+    ".32x32": Blocks(block2d=True),
+}
+
 _RECIPES = {
     "": Recipe(),
     ".rowwise": Recipe(colwise=False),
@@ -434,16 +447,20 @@ def all_paths() -> tuple[Path, ...]:
     for preset in ("deepseek", "step"):
         paths += _activation_paths("clamped_swiglu", CLAMPED_SWIGLU_PRESETS[preset], f".{preset}")
     for element in (E4M3, E5M2):
-        paths.append(
-            Path(
-                f"quantize.mxfp8_{element.name.lower()}",
-                f"bfloat16 to MXFP8 {element.name}, row-wise and column-wise in one pass; amax of each expert",
-                (TensorSpec("x"), *_RAGGED),
-                _written(element, "hidden"),
-                _QUANTISE_PROFILES,
-                _Quantize(element),
+        for name, blocks in _BLOCKS.items():
+            copies = [what for what in ("rowwise", "colwise") if getattr(blocks, what)]
+            written = [o for o in _written(element, "hidden") if o.name == "amax" or o.name.split("_")[1] in copies]
+            shape = " in 32x32 tiles" if blocks.block2d else " in one pass" if len(copies) == 2 else ""
+            paths.append(
+                Path(
+                    f"quantize.mxfp8_{element.name.lower()}{name}",
+                    f"bfloat16 to MXFP8 {element.name}, {' and '.join(copies)}{shape}; amax of each expert",
+                    (TensorSpec("x"), *_RAGGED),
+                    tuple(written),
+                    _QUANTISE_PROFILES,
+                    _Quantize(element, blocks),
+                )
             )
-        )
     for name, recipe in _RECIPES.items():
         paths.append(
             Path(

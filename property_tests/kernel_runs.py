@@ -25,12 +25,21 @@ VIRTUAL = ("virtual:sm_90a", "virtual:sm_100a")
 
 QUICK_ACTIVATIONS = ("swiglu", "geglu_erf", "relu", "clamped_swiglu", "situglu")
 
+QUICK_QUANTISERS = (
+    "quantize.mxfp8_e4m3",
+    "quantize.mxfp8_e5m2",
+    "quantize.mxfp8_e4m3.32x32",
+    "quantize.nvfp4.16x16",
+    "quantize.nvfp4.rht.sr",
+)
+
 FEW = (
     "swiglu.fwd.mxfp8_e4m3",
     "swiglu.bwd.mxfp8_e4m3",
     "swiglu.bwd.bf16",
     "relu.fwd.bf16",
     "quantize.mxfp8_e5m2",
+    "quantize.nvfp4.rht",
 )
 """Paths that between them have every kind of output, input and data flow."""
 
@@ -47,10 +56,12 @@ def kernel_examples() -> settings:
 
 
 def representative_paths() -> list[Path]:
-    """Every path in the thorough profile; in the quick one a gated, a unary and each awkward activation."""
-    wanted = [f"{name}.{way}.{form}" for name in QUICK_ACTIVATIONS for way in ("fwd", "bwd")
-              for form in ("bf16", "mxfp8_e4m3")]  # fmt: skip
-    return [path for path in all_paths() if thorough() or path.id in wanted or path.id.startswith("quantize.")]
+    """Every path in the thorough profile; in the quick one some activations of every kind, and every kind of block."""
+    wanted = {
+        f"{name}.{way}.{form}" for name in QUICK_ACTIVATIONS for way in ("fwd", "bwd") for form in ("bf16", "mxfp8_e4m3")
+    }
+    wanted.update(QUICK_QUANTISERS)
+    return [path for path in all_paths() if thorough() or path.id in wanted]
 
 
 def few_paths() -> list[Path]:
@@ -102,7 +113,7 @@ def space(path: Path, profile: str = "suite", **choices: Any) -> Space:
         "probs": (True,),
         "layouts": ("halves",),
         "offsets_dtypes": ("int32",),
-        "alignments": (1, 16, 1, 8),
+        "alignments": (1, 1, 8),
         "max_experts": 8,
         "max_rows": 160,
         "max_hidden": 256,
@@ -129,22 +140,30 @@ def given_tensors(case: Case, given: Mapping[str, torch.Tensor]) -> GivenTensors
     return GivenTensors(**fields, given={name: x for name, x in given.items() if name not in ("offsets", "counts")})
 
 
-def rows_of(spec: OutputSpec, experts: Experts, expert: int) -> slice:
-    """The rows of an output that belong to an expert."""
-    if spec.rows == "expert":
-        return slice(expert, expert + 1)
+def untied_profile(path: Path) -> str:
+    """A profile of the path under which no number of one expert depends on another expert."""
+    ties = any(spec.rows == "all" for spec in path.outputs)
+    return next(name for name in path.profiles if not ties or path.contract(name).amax_scope == "expert")
+
+
+def part_of(spec: OutputSpec, experts: Experts, expert: int, output: torch.Tensor) -> torch.Tensor:
+    """What an output holds for one expert, under a profile that ties no experts together."""
     start, count = experts.starts[expert], experts.counts[expert]
     if spec.rows == "token":
-        return slice(start, start + count)
-    if not count:
-        return slice(0, 0)
-    first = experts.colwise_row(expert, 0, 32)
-    return slice(first, first - (-count // 32))
+        return output[start : start + count]
+    if spec.rows in ("expert", "all"):
+        return output[expert : expert + 1]
+    size = 16 if spec.rows == "transposed" else 32
+    blocks = -(-count // size)
+    first = experts.colwise_row(expert, 0, size) if blocks else 0
+    if spec.rows == "block":
+        return output[first : first + blocks]
+    return output[:, first * spec.columns_per_block : (first + blocks) * spec.columns_per_block]
 
 
 def assert_same(spec: OutputSpec, expected: torch.Tensor, got: torch.Tensor, claim: str) -> None:
     """Every bit of two outputs agrees; NaN by class."""
-    finding = compare_output(spec.name, expected, got, format=spec.format)
+    finding = compare_output(spec.name, expected.contiguous(), got.contiguous(), format=spec.format)
     assert finding.passed, f"{claim}: {finding.unexplained} elements of {spec.name} differ, {finding.first_mismatch}"
 
 

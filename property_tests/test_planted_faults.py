@@ -189,7 +189,12 @@ FAULTS = [
         "a constant of the exponential's polynomial off by one ulp",
         BACKWARD_BF16,
         Edit("0f3F7FFFFB", "0f3F7FFFFA", VALUES),
-        examples=3,
+        examples=5,
+    ),
+    Fault(
+        "ln 2 of the range reduction off by one ulp",
+        FORWARD_BF16,
+        Edit("0fBF317218", "0fBF317219", VALUES),
     ),
     Fault(
         "FMA of the range reduction split into a product and a sum",

@@ -12,6 +12,8 @@ order. (A kernel whose thread holds 8 columns gets this by four butterfly shuffl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from . import amax as amaxes
@@ -23,6 +25,26 @@ from .ragged import Experts
 
 TILE_COLUMNS = 128
 GROUP_COLUMNS = 8
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Which MXFP8 copies are written, and the shape of their blocks.
+
+    rowwise: blocks of 1x32; colwise: of 32x1. block2d: both have one scale for each 32x32 tile instead.
+    ValueError: no copy at all.
+    """
+
+    rowwise: bool = True
+    colwise: bool = True
+    block2d: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.rowwise or self.colwise):
+            raise ValueError("neither rowwise nor colwise: at least one copy is written")
+
+
+BOTH = Blocks()
 
 
 def split_gate_up(gate_up: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +76,14 @@ def _block(columns: int, layout: str) -> int:
 
 
 def output_shapes(
-    rows: int, hidden: int, experts: int, streams: int, quantised: bool, alignment: int, dprob: bool
+    rows: int,
+    hidden: int,
+    experts: int,
+    streams: int,
+    quantised: bool,
+    alignment: int,
+    dprob: bool,
+    blocks: Blocks = BOTH,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Gives shape and dtype of each result of an elementwise kernel that writes `streams` * `hidden` columns.
 
@@ -66,10 +95,12 @@ def output_shapes(
     if quantised:
         dense = alignment % mxfp8.BLOCK == 0
         scale_rows = -(-rows // mxfp8.BLOCK) if dense else rows // mxfp8.BLOCK + experts
-        shapes["codes_rowwise"] = ((rows, width), torch.uint8)
-        shapes["scales_rowwise"] = ((rows, width // mxfp8.BLOCK), torch.uint8)
-        shapes["codes_colwise"] = ((rows, width), torch.uint8)
-        shapes["scales_colwise"] = ((scale_rows, width), torch.uint8)
+        if blocks.rowwise:
+            shapes["codes_rowwise"] = ((rows, width), torch.uint8)
+            shapes["scales_rowwise"] = ((rows, width // mxfp8.BLOCK), torch.uint8)
+        if blocks.colwise:
+            shapes["codes_colwise"] = ((rows, width), torch.uint8)
+            shapes["scales_colwise"] = ((scale_rows, width), torch.uint8)
     else:
         shapes["out"] = ((rows, width), torch.bfloat16)
     shapes["amax"] = ((experts,), torch.float32)
@@ -106,7 +137,11 @@ def sum_over_row(terms: torch.Tensor) -> torch.Tensor:
 
 
 def write_values(
-    values: torch.Tensor, experts: Experts, element: FloatFormat | None, contract: Contract
+    values: torch.Tensor,
+    experts: Experts,
+    element: FloatFormat | None,
+    contract: Contract,
+    blocks: Blocks = BOTH,
 ) -> dict[str, torch.Tensor]:
     """Gives the results of a kernel for float32 values [capacity, columns]: rounded or quantised, and the amax.
 
@@ -118,16 +153,13 @@ def write_values(
         valid = experts.valid_rows(values.device).unsqueeze(1)
         rounded = torch.where(valid, values, 0.0).to(torch.bfloat16)
         return {"out": rounded, "amax": amaxes.per_expert(values, experts, contract)}
-    rowwise = mxfp8.quantize(values, -1, element, contract, experts)
-    colwise = mxfp8.quantize(values, -2, element, contract, experts)
+    results: dict[str, torch.Tensor] = {}
+    for name, axis, wanted in (("rowwise", -1, blocks.rowwise), ("colwise", -2, blocks.colwise)):
+        if wanted:
+            copy = mxfp8.quantize(values, axis, element, contract, experts, blocks.block2d)
+            results |= {f"codes_{name}": copy.codes, f"scales_{name}": copy.scales}
     staged = values.to(torch.bfloat16).to(torch.float32) if contract.staging == "bfloat16" else values
-    return {
-        "codes_rowwise": rowwise.codes,
-        "scales_rowwise": rowwise.scales,
-        "codes_colwise": colwise.codes,
-        "scales_colwise": colwise.scales,
-        "amax": amaxes.per_expert(staged, experts, contract),
-    }
+    return results | {"amax": amaxes.per_expert(staged, experts, contract)}
 
 
 def _owned(x: torch.Tensor, experts: Experts) -> torch.Tensor:
@@ -206,12 +238,13 @@ def quantize(
     counts: torch.Tensor | None = None,
     *,
     element: FloatFormat,
+    blocks: Blocks = BOTH,
     alignment: int = 1,
     contract: Contract = SUITE,
 ) -> dict[str, torch.Tensor]:
-    """Gives MXFP8 codes and scales of x, row-wise and column-wise, and each expert's amax.
+    """Gives MXFP8 codes and scales of x, in the copies that `blocks` names, and each expert's amax.
 
     x: bfloat16 [capacity, hidden]. Results: see `write_values`.
     """
     experts = Experts.from_offsets(offsets, counts, x.shape[0], alignment)
-    return write_values(_owned(x, experts), experts, element, contract)
+    return write_values(_owned(x, experts), experts, element, contract, blocks)

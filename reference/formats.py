@@ -129,9 +129,7 @@ class FloatFormat:
         exponent, mantissa = magnitude >> self.mantissa_bits, magnitude & ((1 << self.mantissa_bits) - 1)
         if self.has_zero and exponent == 0:
             return sign * math.ldexp(mantissa, self.min_exponent - self.mantissa_bits)
-        return sign * math.ldexp(
-            (1 << self.mantissa_bits) + mantissa, exponent - self.bias - self.mantissa_bits
-        )
+        return sign * math.ldexp((1 << self.mantissa_bits) + mantissa, exponent - self.bias - self.mantissa_bits)
 
     def encode(
         self,
@@ -161,9 +159,7 @@ class FloatFormat:
         "nonfinite" for a format with neither Inf nor NaN, a negative value for an unsigned format.
         """
         if x.dtype not in _SOURCE_TYPES:
-            raise ValueError(
-                f"x has dtype {x.dtype}: {self.name} encodes float32, bfloat16, float16 and float64"
-            )
+            raise ValueError(f"x has dtype {x.dtype}: {self.name} encodes float32, bfloat16, float16 and float64")
         if rounding not in ROUNDINGS:
             raise ValueError(f"rounding {rounding!r} is unknown: expected one of {', '.join(ROUNDINGS)}")
         if overflow not in OVERFLOWS:
@@ -273,14 +269,10 @@ class FloatFormat:
         return self.decode(codes, torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-def _check_random_bits(
-    x: torch.Tensor, rounding: str, random_bits: torch.Tensor | None, random_width: int
-) -> None:
+def _check_random_bits(x: torch.Tensor, rounding: str, random_bits: torch.Tensor | None, random_width: int) -> None:
     if rounding != "stochastic":
         if random_bits is not None:
-            raise ValueError(
-                f"random_bits were given for rounding {rounding!r}: only 'stochastic' takes them"
-            )
+            raise ValueError(f"random_bits were given for rounding {rounding!r}: only 'stochastic' takes them")
         return
     if random_bits is None:
         raise ValueError("rounding 'stochastic' needs random_bits: an integer tensor of the shape of x")
@@ -315,9 +307,8 @@ def _increment(
     if rounding == "down":
         return ((rest > 0) & negative).to(kept.dtype)
     if rounding == "stochastic" and random_bits is not None:
-        right = (shift - random_width).clamp(0, 62)
-        left = (random_width - shift).clamp(0, 62)
-        threshold = (rest >> right) << left
+        # At least 49 bits of a float64 are cut off, so that 32 random bits never exceed them.
+        threshold = rest >> (shift - random_width).clamp(max=62)
         return (threshold + (random_bits.to(kept.dtype) & ((1 << random_width) - 1))) >> random_width
     return torch.zeros_like(kept)
 
@@ -334,9 +325,7 @@ def _value_table(element: FloatFormat, dtype: torch.dtype, device: str) -> torch
 E4M3 = FloatFormat("E4M3", exponent_bits=4, mantissa_bits=3, bias=7, specials="fn")
 E5M2 = FloatFormat("E5M2", exponent_bits=5, mantissa_bits=2, bias=15, specials="ieee")
 E2M1 = FloatFormat("E2M1", exponent_bits=2, mantissa_bits=1, bias=1, specials="none")
-E8M0 = FloatFormat(
-    "E8M0", exponent_bits=8, mantissa_bits=0, bias=127, specials="fn", signed=False, has_zero=False
-)
+E8M0 = FloatFormat("E8M0", exponent_bits=8, mantissa_bits=0, bias=127, specials="fn", signed=False, has_zero=False)
 UE4M3 = FloatFormat("UE4M3", exponent_bits=4, mantissa_bits=3, bias=7, specials="fn", signed=False)
 UE5M3 = FloatFormat("UE5M3", exponent_bits=5, mantissa_bits=3, bias=15, specials="fn", signed=False)
 E4M3FNUZ = FloatFormat("E4M3FNUZ", exponent_bits=4, mantissa_bits=3, bias=8, specials="fnuz")
@@ -366,7 +355,5 @@ def pack_e2m1(codes: torch.Tensor) -> torch.Tensor:
 def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
     """Gives the codes of packed E2M1 bytes: uint8 [..., n] from uint8 [..., n / 2]; undoes `pack_e2m1`."""
     if packed.dtype != torch.uint8 or packed.dim() == 0:
-        raise ValueError(
-            f"packed codes have dtype {packed.dtype}: expected uint8 with at least one dimension"
-        )
+        raise ValueError(f"packed codes have dtype {packed.dtype}: expected uint8 with at least one dimension")
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)

@@ -60,7 +60,7 @@ class GlobalScale:
 
 def global_scale(amax: torch.Tensor, contract: Contract = SUITE, scale_max: float = 448.0) -> GlobalScale:
     """Gives the global scale of an amax (float32, any shape); scale_max: the largest block scale."""
-    largest = torch.tensor(6.0 * scale_max, dtype=torch.float32, device=amax.device)
+    largest = _constant(6.0 * scale_max, amax)
     if contract.nvfp4_encode_scale == "reciprocal_of_divided_amax":
         decode = amax / largest
         return GlobalScale(1.0 / decode, decode)
@@ -69,19 +69,18 @@ def global_scale(amax: torch.Tensor, contract: Contract = SUITE, scale_max: floa
     return GlobalScale(encode, 1.0 / encode)
 
 
-def block_scale_codes(
-    block_amax: torch.Tensor, scale: GlobalScale, contract: Contract = SUITE
-) -> torch.Tensor:
+def block_scale_codes(block_amax: torch.Tensor, scale: GlobalScale, contract: Contract = SUITE) -> torch.Tensor:
     """Gives the E4M3 codes of block scales, uint8 of the shape of block_amax; scale broadcasts to it."""
-    sixth = torch.tensor(1.0 / 6.0, dtype=torch.float32, device=block_amax.device)
+    six = _constant(6.0, block_amax)
+    sixth = 1.0 / six
     if contract.nvfp4_block_scale == "amax_times_scaled_sixth":
         value = block_amax * (scale.encode * sixth)
     elif contract.nvfp4_block_scale == "sixth_times_scale":
         value = (block_amax * sixth) * scale.encode
     elif contract.nvfp4_block_scale == "divided_amax_times_scale":
-        value = (block_amax / 6.0) * scale.encode
+        value = (block_amax / six) * scale.encode
     else:
-        value = (block_amax / 6.0) / scale.decode
+        value = (block_amax / six) / scale.decode
     if contract.nvfp4_scale_floor == "smallest_normal":
         value = value.clamp(min=E4M3.min_normal)
     return E4M3.encode(value)
@@ -140,9 +139,7 @@ def quantize(
     _check(x, axis, rows, block2d, four_over_six, scale_max, row_scaled)
     rounding, bits = _random_bits(x, axis, rows, random_bits, seed, tensor, contract)
     if four_over_six is not None and bits is not None:
-        raise ValueError(
-            "four_over_six with random bits: it compares rounding errors and takes nearest-even only"
-        )
+        raise ValueError("four_over_six with random bits: it compares rounding errors and takes nearest-even only")
 
     values = (x.to(torch.bfloat16) if contract.staging == "bfloat16" else x).to(torch.float32)
     valid = None if rows.full else rows.valid_rows(x.device)
@@ -203,6 +200,11 @@ def quantize(
     )
 
 
+def _constant(value: float, like: torch.Tensor) -> torch.Tensor:
+    """A float32 operand on the device: torch turns division by a Python number into a product on CUDA."""
+    return torch.tensor(value, dtype=torch.float32, device=like.device)
+
+
 def _at_most(value: torch.Tensor, limit: float, contract: Contract) -> torch.Tensor:
     """min(value, limit); by the contract's policy a NaN stays (`min.NaN.f32`) or gives the limit."""
     bound = torch.full_like(value, limit)
@@ -230,9 +232,7 @@ def _random_bits(
     if seed is None:
         return "nearest_even", None
     if contract.stochastic_source != "philox":
-        raise ValueError(
-            f"seed was given but stochastic_source is {contract.stochastic_source!r}: pass random_bits"
-        )
+        raise ValueError(f"seed was given but stochastic_source is {contract.stochastic_source!r}: pass random_bits")
     owner, index = rows.row_expert(x.device), rows.row_index(x.device)
     bits = philox.element_bits(
         seed,
@@ -262,15 +262,12 @@ def _global_amax(
     if amax is not None:
         if amax.dtype != torch.float32 or amax.numel() != torch.Size(expected).numel():
             raise ValueError(
-                f"amax has dtype {amax.dtype} and shape {tuple(amax.shape)}: "
-                f"expected float32 {list(expected)}"
+                f"amax has dtype {amax.dtype} and shape {tuple(amax.shape)}: expected float32 {list(expected)}"
             )
         return amax.reshape(expected)
     if not row_scaled:
         whole = contract.amax_scope == "tensor"
-        return (
-            amaxes.per_tensor(values, rows, contract) if whole else amaxes.per_expert(values, rows, contract)
-        )
+        return amaxes.per_tensor(values, rows, contract) if whole else amaxes.per_expert(values, rows, contract)
     bits = amaxes.magnitude_bits(values, contract.nan_policy)
     across = 1 if axis == -1 else 0
     if not bits.shape[across]:
@@ -278,9 +275,7 @@ def _global_amax(
     return bits.amax(across).view(torch.float32)
 
 
-def _spread_amax(
-    total: torch.Tensor, axis: int, rows: Experts, row_scaled: bool, device: torch.device
-) -> torch.Tensor:
+def _spread_amax(total: torch.Tensor, axis: int, rows: Experts, row_scaled: bool, device: torch.device) -> torch.Tensor:
     """The global amax in a shape that broadcasts to [lines, blocks]."""
     if row_scaled:
         return total.unsqueeze(1)
@@ -326,14 +321,13 @@ def _four_over_six(
     scale_max: float,
     contract: Contract,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    base = (block_amax / 6.0) * scale.encode
+    base = (block_amax / _constant(6.0, block_amax)) * scale.encode
+    largest = _constant(6.0 * scale_max, block_amax)
     candidates = []
     for factor in (1.0, 1.5):
         scales = E4M3.encode(base * factor)
         codes = E2M1.encode(blocks * multipliers(scales, scale, contract).unsqueeze(2))
-        back = ((E2M1.decode(codes) * E4M3.decode(scales).unsqueeze(2)) * amax.unsqueeze(2)) / (
-            6.0 * scale_max
-        )
+        back = ((E2M1.decode(codes) * E4M3.decode(scales).unsqueeze(2)) * amax.unsqueeze(2)) / largest
         away = back - blocks
         each = away.abs() if error == "mae" else away * away
         total = torch.zeros_like(block_amax)
@@ -380,8 +374,6 @@ def _check(
     if scale_max not in (448.0, 256.0):
         raise ValueError(f"scale_max is {scale_max}: expected 448 or 256")
     if scale_max != 448.0 and four_over_six is None:
-        raise ValueError(
-            "scale_max 256 leaves room for the larger scale of four_over_six: set it, or use 448"
-        )
+        raise ValueError("scale_max 256 leaves room for the larger scale of four_over_six: set it, or use 448")
     if row_scaled and block2d:
         raise ValueError("row_scaled with block2d: a 16x16 block has one scale for 16 rows")

@@ -164,7 +164,7 @@ def _start(row: Model, c: Tensor | None, shape: tuple[int, ...], device: torch.d
     dtype = torch.float16 if row.rounding == "rne_f16" else torch.float32
     if c.dtype != dtype or c.shape != shape:
         raise ValueError(f"c is {c.dtype} {list(c.shape)}: {row.name} needs {dtype} {list(shape)}")
-    return c.float()
+    return c.detach().float()
 
 
 def _finish(row: Model, result: Tensor, nan_left: Tensor | None, nan_right: Tensor | None) -> Tensor:
@@ -198,8 +198,8 @@ def _chain(row: Model, left: Side, right: Side, c: Tensor) -> Tensor:
         out = _tile_chain(row, left, right, c, careful)
     else:
         out = torch.empty(c.shape, dtype=torch.float32, device=c.device)
-    for tile in tiles if len(tiles) > 1 else ():
-        out[tile] = _tile_chain(row, _cut(left, tile), _cut(right, tile), c[tile], careful)
+        for tile in tiles:
+            out[tile] = _tile_chain(row, _cut(left, tile), _cut(right, tile), c[tile], careful)
     return out.permute(2, 0, 1).contiguous() if batch_last else out
 
 
@@ -298,7 +298,7 @@ def _accumulator_exponent(row: Model, c: Tensor, careful: bool) -> Tensor:
     """The exponent of the accumulator as int16, at least the model's exponent of zero."""
     exponents = c.view(torch.int32).bitwise_right_shift(23).bitwise_and_(0xFF).to(torch.int16).sub_(127)
     if not careful:
-        # -127 for zero and subnormals: below that of any product, and as good as another beside none.
+        # -127 for zeros and subnormals: below that of any product, and beside no product as good as another.
         return exponents
     least = OPERANDS["f16"].min_exponent if row.rounding == "rne_f16" else -126
     return exponents.clamp_(min=least).masked_fill_(c == 0, row.zero_exponent)

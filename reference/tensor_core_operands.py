@@ -75,7 +75,7 @@ def _decode(row: Model, which: str, x: Tensor, name: str | None, check: bool) ->
     name = name or implied or row.operands[0]
     if name not in row.operands or (implied and name != implied):
         raise ValueError(f"{which} is {name} ({x.dtype}): {row.name} takes {' or '.join(row.operands)}")
-    fmt = OPERANDS[name]
+    fmt, x = OPERANDS[name], x.detach()
     if implied:
         x = x.view(torch.uint8)
     if x.dtype == torch.uint8:
@@ -105,9 +105,7 @@ def _check_values(which: str, name: str, values: Tensor, fmt: FloatFormat) -> No
     wrong = ~known | (whole != torch.round(whole)) | (kept.abs() > fmt.max_value)
     if bool(wrong.any()):
         place = tuple(int(i) for i in wrong.nonzero()[0])
-        raise ValueError(
-            f"{which}{list(place)} = {float(values[place])!r} is no {name} value: round to {name} first"
-        )
+        raise ValueError(f"{which}{list(place)} = {float(values[place])!r} is no {name} value: round to {name} first")
 
 
 def _decode_scales(row: Model, which: str, x: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor] | None:

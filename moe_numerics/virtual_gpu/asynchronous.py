@@ -26,6 +26,7 @@ class Operation:
 
     read: takes the operands, its result is passed to write. instruction: who issued it, for messages. done: called
     when the operation's issuer knows that the reads are over. warps: whose registers it writes.
+    chain: for a product, which warps add to their accumulators (see isa_wgmma).
     """
 
     read: Callable[[], Any]
@@ -36,6 +37,7 @@ class Operation:
     finished: bool = False
     done: list[Callable[[], None]] = field(default_factory=list)
     warps: frozenset[int] = frozenset()
+    chain: Any = None
 
     def take(self) -> None:
         if not self.has_read:
@@ -62,9 +64,9 @@ class Pending:
         self.w = wave
         self.queue: list[Operation] = []
 
-    def issue(self, operation: Operation) -> Operation:
-        """Starts an operation; the schedule may finish it at once."""
-        how = self.w.schedule.asynchronous()
+    def issue(self, operation: Operation, what: str = "copy") -> Operation:
+        """Starts an operation (a `copy` or a `product`); the schedule may finish it at once."""
+        how = self.w.schedule.asynchronous(what)
         if how == "now":
             operation.finish()
         else:

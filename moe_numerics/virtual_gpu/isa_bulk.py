@@ -69,10 +69,6 @@ def _pieces(w: Any) -> Array:
     return w.shared_region.buffer.reshape(-1, 16)
 
 
-def _bytes_of(pieces: Array) -> Array:
-    return (pieces[:, None] + np.arange(0, 16, 4)).reshape(-1)
-
-
 def _write_pieces(w: Any, pieces: Array, data: Array) -> None:
     _pieces(w)[pieces >> 4] = data.reshape(-1, 16)
     if w.shared_region.shadow is not None:
@@ -147,7 +143,7 @@ def _start_load(
         signals.append((pieces + shift, into))
         barrier = w.mbarriers.get(into, thread, "a tensor copy's completion")
         if w.tracker is not None:
-            w.tracker.async_write(w, thread, barrier.agent, _bytes_of(pieces + shift))
+            w.tracker.async_write(w, thread, barrier.agent, pieces + shift)
 
     def write(data: Array) -> None:
         for where, into in signals:
@@ -189,7 +185,7 @@ def _store(b: Lowering, m: Modifiers, put: Callable[..., None]) -> Step:
                 w.current,
             )
             if w.tracker is not None:
-                operation.done.append(w.tracker.async_read(w, t, _bytes_of(pieces)))
+                operation.done.append(w.tracker.async_read(w, t, pieces))
             same = threads[(warps == warps[k]) & (sources == sources[k])]
             w.bulk_groups.add(same, operation)
             w.pending.issue(operation)
@@ -259,7 +255,7 @@ def bulk_load(b: Lowering, m: Modifiers) -> Step:
                 routes.append((spread(start, 0, n, 0) + shift, into))
                 agent = w.mbarriers.get(into, t, "a bulk copy's completion").agent
                 if w.tracker is not None:
-                    w.tracker.async_write(w, t, agent, _bytes_of(routes[-1][0]))
+                    w.tracker.async_write(w, t, agent, routes[-1][0])
 
             def write(data: Array, routes: Any = routes, n: int = n, t: int = t) -> None:
                 for where, into in routes:
@@ -306,8 +302,8 @@ def bulk_across(b: Lowering, m: Modifiers) -> Step:
             )  # fmt: skip
             agent = w.mbarriers.get(signal, t, "a bulk copy's completion").agent
             if w.tracker is not None:
-                operation.done.append(w.tracker.async_read(w, t, _bytes_of(pieces)))
-                w.tracker.async_write(w, t, agent, _bytes_of(spread(into, 0, n, 0)))
+                operation.done.append(w.tracker.async_read(w, t, pieces))
+                w.tracker.async_write(w, t, agent, spread(into, 0, n, 0))
             w.pending.issue(operation)
 
     return step
@@ -338,7 +334,7 @@ def bulk_store(b: Lowering, m: Modifiers) -> Step:
 
             operation = Operation(lambda pieces=pieces: _pieces(w)[pieces >> 4].copy(), write, w.current)
             if w.tracker is not None:
-                operation.done.append(w.tracker.async_read(w, t, _bytes_of(pieces)))
+                operation.done.append(w.tracker.async_read(w, t, pieces))
             w.launch.traffic("global", "written", n)
             w.bulk_groups.add(one, operation)
             w.pending.issue(operation)

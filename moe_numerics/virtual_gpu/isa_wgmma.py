@@ -123,35 +123,47 @@ def mma(b: Lowering, m: Modifiers) -> Step:
 
         def read() -> list[tuple[Array, Array]]:
             found = []
+            cache: dict[tuple[int, int, int], Array] = {}
             for n in range(count):
                 block = int(w.block[start[n]])
                 quarter = (start[n] % w.per_block) // 32 % 4
                 if a_bits is None:
                     a = _register_a(shape, [v[32 * n : 32 * n + 32] for v in a_values])
                 else:
-                    described = wgmma_descriptor(int(a_bits[n]))
-                    where = pieces(described, 64, 32, transpose_a)
-                    raw, _ = read_tile(w, block, where, start[n])
-                    a = shared_operand(raw, shape.a, transpose_a)[16 * quarter : 16 * quarter + 16]
-                key = (block, int(b_bits[n]))
-                if key not in cache:
-                    where = pieces(wgmma_descriptor(key[1]), shape.columns, 32, transpose_b)
-                    raw, _ = read_tile(w, block, where, start[n])
-                    cache[key] = shared_operand(raw, shape.b, transpose_b)
-                found.append((a, cache[key]))
+                    a = tile(cache, block, int(a_bits[n]), 64, start[n])[16 * quarter : 16 * quarter + 16]
+                found.append((a, tile(cache, block, int(b_bits[n]), shape.columns, start[n])))
             return found
 
-        cache: dict[tuple[int, int], Array] = {}
+        def tile(cache: dict[tuple[int, int, int], Array], block: int, bits: int, rows: int, thread: int) -> Array:
+            key = (block, bits, rows)
+            if key not in cache:
+                left = rows == 64 and a_bits is not None and bits in set(a_bits.tolist())
+                transposed = transpose_a if left else transpose_b
+                raw, _ = read_tile(w, block, pieces(wgmma_descriptor(bits), rows, 32, transposed), thread)
+                cache[key] = shared_operand(raw, shape.a if left else shape.b, transposed)
+            return cache[key]
 
         def write(tiles: list[tuple[Array, Array]]) -> None:
-            for earlier in before_this:
-                earlier.finish()
-            before = [acc(w, i) for acc in accumulators] if keep.any() else None
-            out = _multiply(shape, tiles, before, keep, negate_a, negate_b, row, column)
+            steps = [tiles]
+            first = keep
+            # Products that wait in a chain on the same accumulators are done as one with a longer K.
+            for earlier in reversed(before_this):
+                if earlier.finished:
+                    break
+                if not first.all() or earlier.chain is None or earlier.warps != operation.warps:
+                    earlier.finish()
+                    break
+                earlier.take()
+                earlier.finished = True
+                steps.insert(0, earlier.taken)
+                first = earlier.chain
+            before = [acc(w, i) for acc in accumulators] if first.any() else None
+            out = _multiply(shape, steps, before, first, negate_a, negate_b, row, column)
             for n, put in enumerate(writes):
                 put(w, i, out[n])
 
         operation = Operation(read, write, w.current)
+        operation.chain = keep
         _note_reads(w, shape, threads, a_bits, b_bits, transpose_a, transpose_b, operation.done)
         w.wgmma_groups.add(threads[::32], operation)
         operation.warps = frozenset(w.warp[threads[::32]].tolist())
@@ -159,7 +171,7 @@ def mma(b: Lowering, m: Modifiers) -> Step:
         before_this = [o for o in w.in_flight.get(numbers_of[0], []) if o.warps & operation.warps]
         for k in numbers_of:
             w.in_flight.setdefault(k, []).append(operation)
-        w.pending.issue(operation)
+        w.pending.issue(operation, "product")
 
     return step
 
@@ -171,32 +183,29 @@ def _note_reads(
     """Tells the race checker which shared memory the product reads."""
     if w.tracker is None:
         return
-    seen = set()
     for n, t in enumerate(threads[::32].tolist()):
-        block = int(w.block[t])
+        base = int(w.block[t]) * w.shared_stride
         for bits, rows, transposed in ((a_bits, 64, transpose_a), (b_bits, shape.columns, transpose_b)):
             if bits is None:
                 continue
             where = pieces(wgmma_descriptor(int(bits[n])), rows, 32, transposed)
-            if not transposed and rows == 64:
+            if bits is a_bits:
                 quarter = (t % w.per_block) // 32 % 4
-                where = where[16 * quarter : 16 * quarter + 16]
-            key = (block, int(bits[n]), rows, t)
-            if key not in seen:
-                seen.add(key)
-                offsets = (where.reshape(-1, 1) + block * w.shared_stride + np.arange(0, 16, 4)).reshape(-1)
-                done.append(w.tracker.async_read(w, t, offsets))
+                # Its own 16 rows, which are two pieces of eight along M in a transposed tile.
+                where = where[:, 2 * quarter : 2 * quarter + 2] if transposed else where[16 * quarter : 16 * quarter + 16]
+            done.append(w.tracker.async_read(w, t, where.reshape(-1) + base))
 
 
 def _multiply(
-    shape: Shape, tiles: list[tuple[Array, Array]], before: list[Array] | None, keep: Array, negate_a: bool,
+    shape: Shape, steps: list[list[tuple[Array, Array]]], before: list[Array] | None, keep: Array, negate_a: bool,
     negate_b: bool, row: Array, column: Array,
 ) -> list[Array]:  # fmt: skip
-    """New accumulator registers of all lanes, register by register."""
-    count = len(tiles)
-    same = all(t[1] is tiles[0][1] for t in tiles)
-    a = operand(shape.a, np.stack([t[0] for t in tiles]))
-    b = operand(shape.b, tiles[0][1][None] if same else np.stack([t[1] for t in tiles]))
+    """New accumulator registers of all lanes, register by register, after the products of `steps` in order."""
+    count = len(steps[0])
+    same = all(t[1] is tiles[0][1] for tiles in steps for t in tiles)
+    a = operand(shape.a, np.concatenate([np.stack([t[0] for t in tiles]) for tiles in steps], axis=-1))
+    right = [tiles[0][1][None] if same else np.stack([t[1] for t in tiles]) for tiles in steps]
+    b = operand(shape.b, np.concatenate(right, axis=-1))
     if same:
         a = a.reshape(1, count * 16, -1)
     a, b = _signed(a, negate_a, shape.a), _signed(b, negate_b, shape.b)

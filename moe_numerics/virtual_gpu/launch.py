@@ -6,6 +6,7 @@ import ctypes
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from . import isa  # noqa: F401  (fills the table of instructions)
 from .errors import Finding, Triple, error
@@ -109,6 +110,9 @@ class Launch:
         params = self.memory.add(
             self.param_address, self.program.param_bytes, "the kernel parameters", self._raw, readonly=True
         )
+        threads = torch.get_num_threads()
+        # Small operations on many threads cost more than they save, and callers run several processes.
+        torch.set_num_threads(1)
         try:
             order = self.schedule.order(clusters)
             together = self.schedule.wave_clusters(int(np.prod(self.block)) * self.cluster_size)
@@ -118,6 +122,7 @@ class Launch:
                 for start in range(0, clusters, together):
                     Wave(self, self._blocks(order[start : start + together]), self.schedule).run()
         finally:
+            torch.set_num_threads(threads)
             if params is not None:
                 self.memory.remove(params)
 

@@ -406,12 +406,18 @@ def choose(index: Index, mask: Array) -> Index:
     return index[mask]
 
 
+_FOUND: dict[str, tuple[Form, Any]] = {}
+
+
 def find_form(lowering: Lowering) -> tuple[Form, Any]:
     """The table entry of an instruction and its modifiers.
 
     Raises VirtualGPUError naming the instruction, or the part of it, that the table does not have.
     """
     ins = lowering.ins
+    found = _FOUND.get(ins.name)
+    if found is not None and (not found[0].features or lowering.program.arch in found[0].features):
+        return found
     candidates = TABLE.get(ins.opcode)
     if not candidates:
         raise lowering.fail(f"unknown instruction `{ins.name}`")
@@ -424,6 +430,7 @@ def find_form(lowering: Lowering) -> tuple[Form, Any]:
                     f"`{ins.name}` is not available on {lowering.program.arch}, only on {', '.join(sorted(form.features))}",
                     kernel=lowering.program.kernel.name, line=ins.line, text=ins.text,
                 )  # fmt: skip
+            _FOUND[ins.name] = (form, modifiers)
             return form, modifiers
     known = "; ".join(f"{f.opcode} {' '.join(f.syntax.split()[1:])}".strip() for f in candidates)
     raise lowering.fail(f"unknown form `{ins.name}`; the table has: {known}")

@@ -298,7 +298,8 @@ class Races:
             return
         if self.pending or self.read_time is not None:
             self._check_readers(w, owners, cells, kind)
-        self._check_reading(w, owners, cells)
+        if self.reading is not None:
+            self._check_reading(w, owners, cells * self.granule >> 4)
         self.written[cells] = (self.now << TIME | strong << STRONG) + owners + 1
 
     def _check_writers(
@@ -397,60 +398,85 @@ class Races:
         self.agents += 1
         return self.agents - 1
 
-    def async_write(self, w: Wave, thread: int, agent: int, offsets: Array) -> None:
-        """A copy issued by `thread` writes bytes (offsets in the wave's shared buffer) on behalf of an agent."""
+    def async_write(self, w: Wave, thread: int, agent: int, pieces: Array) -> None:
+        """A copy issued by `thread` writes 16-byte pieces (offsets in the shared buffer) on behalf of an agent."""
         self.tick()
-        cells = np.unique(offsets // self.granule)
-        threads = np.full(cells.size, thread)
-        written = self.written[cells]
-        others = np.where((written & THREAD) - 1 == w.threads + agent, 0, written)
-        self._check_writers(w, threads, cells, others, "write", False)
-        self._check_readers(w, threads, cells, "write")
-        self._check_reading(w, threads, cells)
-        self.written[cells] = (self.now << TIME | 1 << ASYNC) + w.threads + agent + 1
+        rows = pieces >> 4
+        written = self.written.reshape(-1, 16 // self.granule)[rows]
+        if int(written.max()) >> TIME > self.floor_least:
+            cells = self._granules(rows)
+            flat = written.reshape(-1)
+            others = np.where((flat & THREAD) - 1 == w.threads + agent, 0, flat)
+            self._check_writers(w, np.full(cells.size, thread), cells, others, "write", False)
+        if self.pending or self.read_time is not None:
+            cells = self._granules(rows)
+            self._check_readers(w, np.full(cells.size, thread), cells, "write")
+        self._check_reading(w, np.full(rows.size, thread), rows)
+        self.written.reshape(-1, 16 // self.granule)[rows] = (self.now << TIME | 1 << ASYNC) + w.threads + agent + 1
 
-    def async_read(self, w: Wave, thread: int, offsets: Array) -> Callable[[], None]:
-        """An asynchronous operation issued by `thread` reads shared memory through the async proxy.
+    def _granules(self, rows: Array) -> Array:
+        each = 16 // self.granule
+        return (rows[:, None] * each + np.arange(each)).reshape(-1)
+
+    def async_read(self, w: Wave, thread: int, pieces: Array) -> Callable[[], None]:
+        """An asynchronous operation issued by `thread` reads 16-byte pieces through the async proxy.
 
         Gives what to call when the thread knows that the read is over; until then nobody may write there.
         """
         self.tick()
-        cells = np.unique(offsets // self.granule)
-        written = self.written[cells]
-        self._check_writers(w, np.full(cells.size, thread), cells, written, "read", False)
-        at = np.flatnonzero((written > 0) & (written >> ASYNC & 1 == 0))
-        writers, times = (written[at] & THREAD) - 1, written[at] >> TIME
-        fenced = (self.proxy_time[writers] >= times) | (self.proxy_time[thread] >= times)
-        if not fenced.all():
-            k = int(np.flatnonzero(~fenced)[0])
-            self._proxy_report(w, thread, int(writers[k]), self.lines[int(times[k])],
-                               int(cells[at[k]]) * self.granule % w.shared_stride)  # fmt: skip
+        rows = pieces >> 4
+        written = self.written.reshape(-1, 16 // self.granule)[rows].reshape(-1)
+        if int(written.max()) >> TIME > self.start_time:
+            cells = self._granules(rows)
+            self._check_writers(w, np.full(cells.size, thread), cells, written, "read", False)
+            at = np.flatnonzero((written > 0) & (written >> ASYNC & 1 == 0))
+            writers, times = (written[at] & THREAD) - 1, written[at] >> TIME
+            fenced = (self.proxy_time[writers] >= times) | (self.proxy_time[thread] >= times)
+            if not fenced.all():
+                k = int(np.flatnonzero(~fenced)[0])
+                self._proxy_report(w, thread, int(writers[k]), self.lines[int(times[k])],
+                                   int(cells[at[k]]) * self.granule % w.shared_stride)  # fmt: skip
         if self.reading is None:
-            self.reading = np.zeros(self.written.size, np.int32)
-            self.reading_line = np.zeros(self.written.size, np.int32)
-        reading = self.reading
-        reading[cells] += 1
-        self.reading_line[cells] = w.line
+            n = self.written.size * self.granule // 16
+            self.reading, self.reading_line = np.zeros(n, np.int32), np.zeros(n, np.int32)
+            self.async_latest, self.async_time = np.zeros(n, np.int64), np.zeros((n, self.per_cluster), np.int64)
+        reading, column = self.reading, int(self.column(np.array([thread]))[0])
+        reading[rows] += 1
+        self.reading_line[rows] = w.line
 
         def over() -> None:
-            reading[cells] -= 1
             self.tick()
-            self.pending.append((np.full(cells.size, thread), cells, self.now))
+            reading[rows] -= 1
+            self.async_time[rows, column] = self.now
+            self.async_latest[rows] = self.now
 
         return over
 
-    def _check_reading(self, w: Wave, threads: Array, cells: Array) -> None:
-        """A write where an asynchronous operation may still read."""
+    def _check_reading(self, w: Wave, threads: Array, rows: Array) -> None:
+        """A write where an asynchronous operation reads, or has read with nothing to order the two."""
         if self.reading is None:
             return
-        busy = np.flatnonzero(self.reading[cells] > 0)
-        if busy.size:
-            k = int(busy[0])
-            line = int(self.reading_line[cells[k]])
+        busy = self.reading[rows] > 0
+        recent = self.async_latest[rows] > self.floor[w.block[threads]]
+        at = np.flatnonzero(recent & ~busy)
+        if at.size:
+            t = threads[at]
+            times = self.async_time[rows[at]]
+            columns = np.arange(self.per_cluster)
+            reader_block = w.cluster_start[w.block[t]][:, None] + columns // w.warps_per_block
+            mine = reader_block == w.block[t][:, None]
+            ok = (times <= self.start_time) | (mine & (times <= self.floor[w.block[t]][:, None]))
+            ok |= columns == self.column(t)[:, None]
+            if self.known is not None:
+                ok |= times <= self.known[w.warp[t]][:, : self.per_cluster]
+            busy[at] |= ~ok.all(axis=1)
+        if busy.any():
+            k = int(np.flatnonzero(busy)[0])
+            line = int(self.reading_line[rows[k]])
             self._add(
                 w, ("reading", w.line, line),
                 f"the thread writes shared memory that the asynchronous operation of line {line} may still be reading",
-                int(threads[k]), int(cells[k]) * self.granule % w.shared_stride,
+                int(threads[k]), int(rows[k]) * 16 % w.shared_stride,
             )  # fmt: skip
 
     def barrier_object(self, offset: int, thread: int) -> None:

@@ -33,9 +33,10 @@ class Schedule:
         """An order in which `count` threads of one atomic instruction are served; None: by their numbers."""
         return None
 
-    def asynchronous(self) -> str:
-        """When an asynchronous operation happens: `now`, `read` (operands now, results later) or `late`."""
-        return "now"
+    def asynchronous(self, what: str) -> str:
+        """When an asynchronous `copy` or `product` happens: `now`, `read` (operands now, results later) or `late`."""
+        # Products whose results nobody waits for yet are collected, and done as one.
+        return "read" if what == "product" else "now"
 
     def which(self, count: int) -> int:
         """Which of the pending operations finishes next."""
@@ -83,7 +84,7 @@ class RandomSchedule(Schedule):
     def shuffle(self, count: int) -> npt.NDArray[np.intp] | None:
         return self.rng.permutation(count)
 
-    def asynchronous(self) -> str:
+    def asynchronous(self, what: str) -> str:
         return self.habit if self.habit != "coin" else str(self.rng.choice(["now", "read", "late"]))
 
     def which(self, count: int) -> int:

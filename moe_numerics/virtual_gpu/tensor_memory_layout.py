@@ -8,6 +8,7 @@ were checked through the address arithmetic of compiled kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,28 +56,33 @@ def tcgen05_descriptor(bits: int) -> Descriptor:
     )
 
 
+@lru_cache(maxsize=256)
+def _layout(leading: int, stride: int, swizzle: int, rows: int, row_bytes: int, transposed: bool) -> Array:
+    width = WIDTH[swizzle]
+    if not transposed:
+        r = np.arange(rows)[:, None]
+        k = np.arange(0, row_bytes, 16)[None, :]
+        if swizzle == 0:
+            flat = r // 8 * stride + k // 16 * leading + r % 8 * 16
+        else:
+            flat = r // 8 * stride + r % 8 * width + k
+    else:
+        k = np.arange(row_bytes // 2)[:, None]
+        mn = np.arange(0, rows * 2, 16)[None, :]
+        if swizzle == 0:
+            flat = mn // 16 * stride + k // 8 * leading + k % 8 * 16
+        else:
+            flat = mn // width * leading + mn % width + k % 8 * width + k // 8 * stride
+    return flat.astype(np.int64)
+
+
 def pieces(d: Descriptor, rows: int, row_bytes: int, transposed: bool) -> Array:
     """Shared addresses of the 16-byte pieces of a tile.
 
     K-major: [rows, row_bytes / 16], `row_bytes` bytes of K for each of `rows` rows of M or N. Transposed (MN-major, 16
     bits an element): [K, rows / 8], where `row_bytes` is 2 * K.
     """
-    width = WIDTH[d.swizzle]
-    if not transposed:
-        r = np.arange(rows)[:, None]
-        k = np.arange(0, row_bytes, 16)[None, :]
-        if d.swizzle == 0:
-            flat = r // 8 * d.stride + k // 16 * d.leading + r % 8 * 16
-        else:
-            flat = r // 8 * d.stride + r % 8 * width + k
-    else:
-        k = np.arange(row_bytes // 2)[:, None]
-        mn = np.arange(0, rows * 2, 16)[None, :]
-        if d.swizzle == 0:
-            flat = mn // 16 * d.stride + k // 8 * d.leading + k % 8 * 16
-        else:
-            flat = mn // width * d.leading + mn % width + k % 8 * width + k // 8 * d.stride
-    return swizzled(flat.astype(np.int64) + d.start, MASK[d.swizzle])
+    return swizzled(_layout(d.leading, d.stride, d.swizzle, rows, row_bytes, transposed) + d.start, MASK[d.swizzle])
 
 
 def read_tile(w: Wave, block: int, addresses: Array, thread: int) -> tuple[Array, Array]:
