@@ -123,11 +123,10 @@ class ActivationForward:
             )
             if cutlass.const_expr(argument is not None):
                 for half, valid in enumerate((spot.upper, spot.lower)):
+                    pointer = argument.iterator + (Int64(spot.row + 8 * half) * columns + base + lane_column)
                     if inside and valid:
-                        line = argument.iterator + Int64(spot.row + 8 * half) * columns
                         for i in cutlass.range_constexpr(inputs):
-                            at = cute.assume(base + BLOCK * i + lane_column, divby=VECTOR)
-                            store_words(line + at, packed[half * inputs + i])
+                            store_words(pointer + BLOCK * i, packed[half * inputs + i])
             largest = quantizer.magnitude_max(largest, of_block)
             drop_blocks(sums, inputs)
         raise_amax(amax.iterator + place.expert, largest, thread % 32)
@@ -258,7 +257,8 @@ class ActivationBackward:
             )
             largest = quantizer.magnitude_max(largest, of_block)
             if cutlass.const_expr(shares is not None):
-                if _last_share(step, base, columns) and thread % 4 == 0:
+                closing = _last_share(step, base, columns) & (thread % 4 == 0)
+                if closing:
                     for half, valid in enumerate((spot.upper, spot.lower)):
                         if valid:
                             shares[base // SHARE_COLUMNS, spot.row + 8 * half] = totals[half]

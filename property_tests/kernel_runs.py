@@ -52,7 +52,7 @@ def thorough() -> bool:
 def kernel_examples() -> settings:
     """Settings for tests whose examples each launch kernels: a few, as each of them is thousands of elements."""
     assert settings.default is not None
-    return settings(max_examples=max(3, settings.default.max_examples // 16))
+    return settings(max_examples=max(4, settings.default.max_examples // 16))
 
 
 def representative_paths() -> list[Path]:

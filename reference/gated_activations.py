@@ -39,9 +39,7 @@ class GatedActivation(ABC):
     def backward(self, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         """(dgate, dup), float32, for the incoming `grad`; operands as for `forward`, all of one shape."""
         same_shape(grad=grad, gate=gate, up=up)
-        _, dgate, dup = self.differentiate(
-            as_float32("grad", grad), as_float32("gate", gate), as_float32("up", up)
-        )
+        _, dgate, dup = self.differentiate(as_float32("grad", grad), as_float32("gate", gate), as_float32("up", up))
         return dgate, dup
 
 

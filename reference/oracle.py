@@ -172,9 +172,7 @@ def _add_offset(linear: Tensor, offset: float) -> Tensor:
     return linear if offset == 0 else linear + float32(offset)
 
 
-def _gated_gradients(
-    activation: GatedActivation, grad: Tensor, gate: Tensor, up: Tensor
-) -> tuple[Tensor, Tensor]:
+def _gated_gradients(activation: GatedActivation, grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     match activation:
         case Gated(activation=unary):
             return _unary_gradient(unary, grad * up, gate), grad * _unary(unary, gate)

@@ -21,7 +21,7 @@ Verdict = Literal["pass", "fail", "incomplete"]
 EXIT_CODES: Mapping[Verdict, int] = {"pass": 0, "fail": 1, "incomplete": 3}
 """Exit code of a run with each verdict."""
 
-_PACKAGES = ("moe-numerics", "torch", "nvidia-cutlass-dsl", "numpy", "hypothesis", "pyptx")
+_PACKAGES = ("moe-numerics", "torch", "nvidia-cutlass-dsl", "numpy", "hypothesis")
 
 
 class ReportError(ValueError):
