@@ -257,3 +257,32 @@ def bench(
     if out is not None:
         data = {"device": name, "figures": [dataclasses.asdict(figure) for figure in figures]}
         write_files(out.parent, {out.name: json.dumps(data, indent=1) + "\n"})
+
+
+@app.command()
+def exhaustive(
+    device: Annotated[str | None, typer.Option("--device", help="Device to run on.")] = None,
+    out: Annotated[FilePath | None, typer.Option(help="File for the figures as JSON.")] = None,
+) -> None:
+    """Compare activations on every bfloat16 input; on a GPU also SwiGLU and GeGLU on all 2^32 pairs."""
+    import dataclasses
+
+    from moe_numerics.devices import default_devices, open_device
+    from moe_numerics.exhaustive import sweeps
+    from moe_numerics.report.atomic import write_files
+
+    opened = open_device(device or default_devices()[0])
+    found = []
+    with opened.activate():
+        for sweep in sweeps(opened):
+            found.append(sweep)
+            _console.print(
+                f"{sweep.activation} {sweep.direction}: {sweep.bit_equal:,} of {sweep.inputs:,} bit-equal, "
+                f"{sweep.correctly_rounded:,} correctly rounded",
+                markup=False,
+                soft_wrap=True,
+            )
+    if out is not None:
+        data = {"device": opened.name, "sweeps": [dataclasses.asdict(sweep) for sweep in found]}
+        write_files(out.parent, {out.name: json.dumps(data, indent=1) + "\n"})
+    raise SystemExit(0 if all(sweep.bit_equal == sweep.inputs for sweep in found) else 1)

@@ -19,7 +19,7 @@ from .registry import Index, Modifiers, Step, instruction
 
 _HINT = "hint?=L2::cache_hint"
 _CTA_GROUP = "group?=cta_group::1|cta_group::2"
-_LOAD = f"mode?=tile .mbarrier::complete_tx::bytes multicast?=multicast::cluster {_CTA_GROUP} {_HINT}"
+_LOAD = f"mode?=tile .mbarrier::complete_tx::bytes multicast?=multicast::cluster {_CTA_GROUP} {_HINT} late?=cta_group::1|cta_group::2"
 _DIMENSIONS = "dim=1d|2d|3d|4d|5d"
 
 
@@ -111,7 +111,7 @@ def tensor_load(b: Lowering, m: Modifiers) -> Step:
                 tensor_map.check_written(w, described, at)
             _start_load(
                 w, t, described, at, int(targets[k]), int(signals[k]),
-                None if masks is None else int(masks[k]), m.group == "cta_group::2",
+                None if masks is None else int(masks[k]), "cta_group::2" in (m.group, m.late),
             )  # fmt: skip
 
     return step

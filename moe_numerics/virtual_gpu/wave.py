@@ -21,6 +21,7 @@ from .lowering import SHARED_START, Program, Read, dynamic_start
 from .mbarrier import Mbarriers
 from .memory import Region
 from .registry import Index
+from .tensor_memory import TensorMemory
 
 if TYPE_CHECKING:
     from .launch import Launch
@@ -96,6 +97,10 @@ class Wave:
         self.mbarriers = Mbarriers(self)
         self.pending = Pending(self)
         self.bulk_groups, self.copy_groups, self.wgmma_groups = Groups(), Groups(), Groups()
+        # tcgen05: unfinished operations of each thread in order, and those that no commit covers yet.
+        self.tensor_queues: dict[int, list[Operation]] = {}
+        self.tensor_uncommitted: dict[int, list[Operation]] = {}
+        self._tensor_memory: TensorMemory | None = None
         # Operations by the register that they will write.
         self.in_flight: dict[int, list[Operation]] = {}
         self.unit_count, self.unit_of = schedule.units(self)
@@ -134,6 +139,12 @@ class Wave:
         if name not in self._special:
             self._special[name] = np.asarray(special.SPECIAL[name](self))
         return self._special[name]
+
+    @property
+    def tensor_memory(self) -> TensorMemory:
+        if self._tensor_memory is None:
+            self._tensor_memory = TensorMemory(self)
+        return self._tensor_memory
 
     def mark_valid(self, k: int, i: Index) -> None:
         valid = self.valid.get(k)
@@ -260,6 +271,7 @@ class Wave:
                     continue
                 if self.live.any():
                     self._deadlock()
+                self._end()
                 return
             pool = self.pools[unit]
             number = min(pool)
@@ -308,6 +320,19 @@ class Wave:
                     ),
                     current or segment.steps[-1][1],
                 )
+
+    def _end(self) -> None:
+        """What should not be left over."""
+        if self._tensor_memory is None or not self.checkers:
+            return
+        for block, columns, line in self._tensor_memory.leaks():
+            ins = next((i for i in self.program.kernel.code if i.line == line), None)
+            self.launch.findings.append(
+                self.finding(
+                    "tensor_memory", f"{columns} columns of tensor memory are still allocated when the block ends", ins,
+                    block * self.per_block,
+                )
+            )  # fmt: skip
 
     def _finish(self, operation: Operation) -> None:
         self.current, self.line = operation.instruction, operation.instruction.line
