@@ -88,6 +88,32 @@ def sum_shares_kernel(shares: cute.Tensor, offsets: cute.Tensor, counts: MaybeTe
             dprob[row] = total
 
 
+@cute.kernel
+def sum_columns_kernel(
+    column_shares: cute.Tensor, offsets: cute.Tensor, counts: MaybeTensor, dbias: cute.Tensor
+) -> None:
+    """dbias: the column sums of an expert's tiles added in their order, one thread a column; zeros without rows."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    width = dbias.shape[1]
+    across = (width + SUM_THREADS - 1) // SUM_THREADS
+    expert = block // across
+    column = block % across * SUM_THREADS + thread
+    if column < width:
+        start = Int32(offsets[expert])
+        end = Int32(offsets[expert + 1])
+        if cutlass.const_expr(counts is not None):
+            end = start + Int32(counts[expert])
+        first = start // ROWS + expert
+        last = first + (end - start + ROWS - 1) // ROWS
+        total = Float32(0.0)
+        if first < last:
+            total = Float32(column_shares[first, column])
+        for slot in cutlass.range(first + 1, last, unroll=8):
+            total += column_shares[slot, column]
+        dbias[expert, column] = total
+
+
 @cute.jit
 def _launch(
     op: cutlass.Constexpr,
@@ -96,6 +122,7 @@ def _launch(
     source: cute.Tensor,
     grad: MaybeTensor,
     prob: MaybeTensor,
+    bias: MaybeTensor,
     offsets: cute.Tensor,
     counts: MaybeTensor,
     out: MaybeTensor,
@@ -106,6 +133,8 @@ def _launch(
     amax: cute.Tensor,
     shares: MaybeTensor,
     dprob: MaybeTensor,
+    column_shares: MaybeTensor,
+    dbias: MaybeTensor,
     stream: Any,
 ) -> None:
     hidden = source.shape[1] // op.layout.inputs
@@ -120,6 +149,7 @@ def _launch(
         source,
         grad,
         prob,
+        bias,
         offsets,
         counts,
         out,
@@ -129,6 +159,7 @@ def _launch(
         scales_colwise,
         amax,
         shares,
+        column_shares,
     ).launch(
         grid=slot_grid(columns, source.shape[0], offsets.shape[0] - 1, ROWS),
         block=[THREADS, 1, 1],
@@ -139,6 +170,11 @@ def _launch(
             grid=[(source.shape[0] + SUM_THREADS - 1) // SUM_THREADS, 1, 1],
             block=[SUM_THREADS, 1, 1],
             stream=stream,
+        )
+    if cutlass.const_expr(dbias is not None):
+        across = (dbias.shape[1] + SUM_THREADS - 1) // SUM_THREADS
+        sum_columns_kernel(column_shares, offsets, counts, dbias).launch(
+            grid=[across * dbias.shape[0], 1, 1], block=[SUM_THREADS, 1, 1], stream=stream
         )
 
 
@@ -157,13 +193,14 @@ class _Variant:
     wide_offsets: bool
     counts: bool
     prob: bool
+    bias: bool
 
     def compile(self) -> Compiled:
         return compile_function(_launch, self, self._arguments)
 
     def _arguments(self) -> Sequence[Any]:
         backward = isinstance(self.op, Backward)
-        quantised, dprob = self.sink.blocks, backward and self.prob
+        quantised, dprob, dbias = self.sink.blocks, backward and self.prob, backward and self.bias
         rowwise, colwise = quantised and self.sink.copies.rowwise, quantised and self.sink.copies.colwise
         rows = cute.sym_int
         narrow, wide = (
@@ -179,6 +216,7 @@ class _Variant:
             fake(BFloat16, rows(), wide, align=16),
             fake(BFloat16, rows(), narrow, align=16) if backward else None,
             fake(Float32, rows(), align=4) if self.prob else None,
+            fake(BFloat16, rows(), wide, align=16) if self.bias else None,
             fake(offset_type, rows(), align=offset_type.width // 8),
             fake(Int32, rows(), align=4) if self.counts else None,
             None if quantised else fake(BFloat16, rows(), own, align=16),
@@ -189,6 +227,8 @@ class _Variant:
             fake(Float32, rows(), align=4),
             fake(Float32, rows(), rows(), align=4) if dprob else None,
             fake(Float32, rows(), align=4) if dprob else None,
+            fake(Float32, rows(), wide, align=4) if dbias else None,
+            fake(Float32, rows(), wide, align=4) if dbias else None,
             runtime.make_fake_stream(),
         )
 
@@ -228,6 +268,7 @@ def _run(
     offsets: torch.Tensor,
     counts: torch.Tensor | None,
     prob: torch.Tensor | None,
+    bias: torch.Tensor | None,
     element: FloatFormat | None,
     alignment: int,
     contract: Contract,
@@ -249,11 +290,13 @@ def _run(
     experts = check_ragged(offsets, counts, device, alignment)
     if prob is not None:
         check_tensor("prob", prob, torch.float32, (rows,), device, 4)
+    if bias is not None:
+        check_tensor("bias", bias, torch.bfloat16, (experts, width), device, 16)
     if contract.maths != "exact":
         raise ValueError(f"maths is {contract.maths!r}: these kernels are compiled in exact maths")
 
-    dprob = make_op is Backward and prob is not None
-    shapes = output_shapes(rows, hidden, experts, op.streams, element is not None, alignment, dprob, blocks)
+    dprob, dbias = (make_op is Backward and given is not None for given in (prob, bias))
+    shapes = output_shapes(rows, hidden, experts, op.streams, element is not None, alignment, dprob, blocks, dbias)
     results: dict[str, torch.Tensor] = {}
     for name, (shape, dtype) in shapes.items():
         if out is not None and name not in out:
@@ -262,17 +305,21 @@ def _run(
         check_tensor(name, results[name], dtype, shape, device, 16 if len(shape) == 2 and "scales" not in name else 4)
     if rows == 0:
         # There is nothing to launch for, and the DSL takes no tensor without elements.
-        results["amax"].zero_()
+        for name in ("amax", "dbias"):
+            if name in results:
+                results[name].zero_()
         return results
     shares = torch.empty((-(-hidden // COLUMNS), rows), dtype=torch.float32, device=device) if dprob else None
+    column_shares = torch.empty((rows // ROWS + experts, width), dtype=torch.float32, device=device) if dbias else None
     quantizer = Bfloat16(contract.nan_policy == "propagate") if element is None else Mxfp8.of(element, contract)
     sink = Sink(quantizer, blocks, alignment % BLOCK == 0)
-    variant = _Variant(op, sink, offsets.dtype == torch.int64, counts is not None, prob is not None)
+    variant = _Variant(op, sink, offsets.dtype == torch.int64, counts is not None, prob is not None, bias is not None)
     launch(
         variant.compile(),
         source,
         grad,
         prob,
+        bias,
         offsets,
         counts,
         results.get("out"),
@@ -283,6 +330,8 @@ def _run(
         results["amax"],
         shares,
         results.get("dprob"),
+        column_shares,
+        results.get("dbias"),
     )
     return results
 
@@ -293,6 +342,7 @@ def activation_forward(
     counts: torch.Tensor | None = None,
     prob: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
     activation: str | ReferenceActivation = "swiglu",
     layout: str = "halves",
     element: FloatFormat | None = None,
@@ -300,13 +350,14 @@ def activation_forward(
     contract: Contract = SUITE,
     out: Mapping[str, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """activation(gate, up), times prob, for every valid row of every expert.
+    """activation(gate, up), times prob, for every valid row of every expert; a bias is added to gate and up first.
 
     gate_up: bfloat16 [capacity, 2 * hidden] in `layout` ("halves", or "interleaved:B" with B a multiple of 32, gate
     first), hidden a multiple of 32. offsets: int32 or int64 [experts + 1]; counts: int32 [experts] or None; prob:
-    float32 [capacity] or None. `alignment`: what every offset is a multiple of (it fixes the layout of the
-    column-wise scales, see `moe_numerics.reference.ragged.Experts`). Tensors are contiguous and on one device, the
-    pointers of matrices multiples of 16 bytes.
+    float32 [capacity] or None; bias: bfloat16 [experts, 2 * hidden] in `layout`, added in float32, or None.
+    `alignment`: what every offset is a multiple of (it fixes the layout of the column-wise scales, see
+    `moe_numerics.reference.ragged.Experts`). Tensors are contiguous and on one device, the pointers of matrices
+    multiples of 16 bytes.
 
     Results without `element`: `out` bfloat16 [capacity, hidden]. With E4M3 or E5M2: `codes_rowwise`, `codes_colwise`
     uint8 [capacity, hidden], `scales_rowwise` [capacity, hidden / 32], `scales_colwise` [scale rows, hidden]. Always
@@ -325,6 +376,7 @@ def activation_forward(
         offsets,
         counts,
         prob,
+        bias,
         element,
         alignment,
         contract,
@@ -339,6 +391,7 @@ def activation_backward(
     counts: torch.Tensor | None = None,
     prob: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
     activation: str | ReferenceActivation = "swiglu",
     layout: str = "halves",
     element: FloatFormat | None = None,
@@ -350,7 +403,9 @@ def activation_backward(
 
     grad: bfloat16 [capacity, hidden], the gradient of the activation times prob. Other arguments, results and errors
     as for `activation_forward`, with 2 * hidden columns; and `dprob` float32 [capacity] where prob is given: the sum
-    over a row of grad * activation, added in the pinned order that the reference states, so the same in every run.
+    over a row of grad * activation; and `dbias` float32 [experts, 2 * hidden] where bias is given: the sum of the
+    float32 gradients over an expert's rows, zeros without rows. Both are added in the pinned order that the reference
+    states, so they are the same in every run.
     """
     return _run(
         Backward,
@@ -361,6 +416,7 @@ def activation_backward(
         offsets,
         counts,
         prob,
+        bias,
         element,
         alignment,
         contract,
@@ -383,7 +439,9 @@ def quantize(
 
     x: bfloat16 [capacity, hidden]. Other arguments, results and errors as for `activation_forward`.
     """
-    return _run(Forward, IDENTITY, "halves", x, None, offsets, counts, None, element, alignment, contract, out, blocks)
+    return _run(
+        Forward, IDENTITY, "halves", x, None, offsets, counts, None, None, element, alignment, contract, out, blocks
+    )
 
 
 def _activation(chosen: str | ReferenceActivation) -> Activation:

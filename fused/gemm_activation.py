@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from moe_numerics.fused.elementwise import SUM_THREADS, sum_shares_kernel, zero_amax
 from moe_numerics.fused.gemm_blocks import Exchange, Outputs, Spot, write_block
+from moe_numerics.fused.gemm_column_sums import ColumnSums, add_columns, launch_sum_parts, write_parts
 from moe_numerics.fused.gemm_epilogue import (
     BLOCK,
     PER_BLOCK,
@@ -22,6 +23,8 @@ from moe_numerics.fused.gemm_epilogue import (
     drop_blocks,
     read_vector,
 )
+from moe_numerics.fused.gemm_rotation import largest_rotated, masked
+from moe_numerics.fused.hadamard import Rotation
 from moe_numerics.fused.memory import MaybeTensor, load_words, pack_bf16, select, store_words, unpack_bf16
 from moe_numerics.fused.ragged import raise_amax
 from moe_numerics.fused.tile import Backward, Forward, Sink
@@ -35,24 +38,27 @@ WORDS = VECTOR // 2
 
 @dataclass(frozen=True)
 class ActivationForward:
-    """activation(product * alpha + bias), times prob, as bfloat16 or MXFP8 both ways, and its argument as bfloat16.
+    """activation(product * alpha + bias), times prob, as bfloat16 or MXFP8 both ways; the preactivation as bfloat16.
 
-    Tensors: `(amax, alpha, bias, prob, argument, *Outputs)`, None where absent. `staged`: the activation sees its
-    argument rounded to bfloat16.
+    Tensors: `(amax, alpha, bias, prob, preactivation, amax_rotated, *Outputs)`, None where absent. `staged`: the
+    activation sees the preactivation rounded to bfloat16. `rotation`: that of amax_rotated.
     """
 
     op: Forward
     sink: Sink
     staged: bool
     target: str
+    rotation: Rotation | None = None
     wide_bias: bool = False
 
-    def allocate(self, memory: Any) -> Exchange | None:
+    def allocate(self, memory: Any, columns: int) -> Exchange | None:
         return Exchange(memory, 1) if self.sink.blocks else None
 
     @cute.jit
     def prepare(self, tensors: tuple[MaybeTensor, ...], stream: Any) -> None:
         zero_amax(tensors[0], stream)
+        if cutlass.const_expr(tensors[5] is not None):
+            zero_amax(tensors[5], stream)
 
     def finish(self, tensors: tuple[MaybeTensor, ...], offsets: cute.Tensor, counts: MaybeTensor, stream: Any) -> None:
         return None
@@ -69,7 +75,7 @@ class ActivationForward:
         shared: Any,
     ) -> None:
         """Write this thread's part of the tile that begins `shift` rows below the place's first."""
-        amax, alpha, bias, prob, argument, *others = tensors
+        amax, alpha, bias, prob, preactivation, amax_rotated, *others = tensors
         outputs = Outputs(*others)
         inputs = self.op.layout.inputs
         quantizer = self.sink.quantizer
@@ -83,6 +89,7 @@ class ActivationForward:
         if cutlass.const_expr(prob is not None):
             weights = [Float32(prob[cutlass.min(spot.row + 8 * half, place.end - 1)]) for half in range(2)]
         largest = Float32(0.0)
+        rotated = Float32(0.0)
         for step in cutlass.range(cute.size(sums) // (PER_BLOCK * inputs), unroll=1):
             base = place.column + step * (BLOCK * inputs)
             inside = base < columns
@@ -96,6 +103,7 @@ class ActivationForward:
                 ]
             values = []
             packed = []
+            exact = []
             for half in cutlass.range_constexpr(2):
                 own = []
                 for i in cutlass.range_constexpr(inputs):
@@ -108,7 +116,12 @@ class ActivationForward:
                     packed.append(words)
                     own.append(unpack_bf16(words) if self.staged else vector)
                 streams, _ = self.op.row(own, None, weights[half], self.target)
+                exact.append(streams[0])
                 values.append([[quantizer.prepare(value) for value in stream] for stream in streams])
+            if cutlass.const_expr(amax_rotated is not None):
+                pairs = [masked(exact[0][j], exact[1][j], spot) for j in range(VECTOR)]
+                of_rotated = largest_rotated(self.rotation, quantizer, pairs, thread % 32)
+                rotated = quantizer.magnitude_max(rotated, select(inside, of_rotated, Float32(0.0)))
             of_block = write_block(
                 quantizer,
                 self.sink.blocks,
@@ -121,40 +134,50 @@ class ActivationForward:
                 outputs,
                 shared,
             )
-            if cutlass.const_expr(argument is not None):
+            if cutlass.const_expr(preactivation is not None):
                 for half, valid in enumerate((spot.upper, spot.lower)):
-                    pointer = argument.iterator + (Int64(spot.row + 8 * half) * columns + base + lane_column)
+                    pointer = preactivation.iterator + (Int64(spot.row + 8 * half) * columns + base + lane_column)
                     if inside and valid:
                         for i in cutlass.range_constexpr(inputs):
                             store_words(pointer + BLOCK * i, packed[half * inputs + i])
             largest = quantizer.magnitude_max(largest, of_block)
             drop_blocks(sums, inputs)
         raise_amax(amax.iterator + place.expert, largest, thread % 32)
+        if cutlass.const_expr(amax_rotated is not None):
+            raise_amax(amax_rotated.iterator + place.expert, rotated, thread % 32)
 
 
 @dataclass(frozen=True)
 class ActivationBackward:
-    """Gradients of the activation's inputs, product * alpha being the gradient of its result; and dprob.
+    """Gradients of the activation's inputs, product * alpha being the gradient of its result; dprob and dbias.
 
-    Tensors: `(amax, alpha, prob, argument, shares, dprob, *Outputs)`, None where absent. `staged`: the gradient that
-    enters is rounded to bfloat16.
+    Tensors: `(amax, alpha, prob, preactivation, dactivation, shares, dprob, parts, dbias, amax_rotated, *Outputs)`,
+    None where absent; shares and parts are scratch for dprob and dbias. `staged`: the gradient that enters is rounded
+    to bfloat16. `sums`: whether there is a dbias. `rotation`: that of amax_rotated.
     """
 
     op: Backward
     sink: Sink
     staged: bool
     target: str
+    rotation: Rotation | None = None
+    sums: bool = False
 
-    def allocate(self, memory: Any) -> Exchange | None:
-        return Exchange(memory, self.op.streams) if self.sink.blocks else None
+    def allocate(self, memory: Any, columns: int) -> tuple[Exchange | None, ColumnSums | None]:
+        exchange = Exchange(memory, self.op.streams) if self.sink.blocks else None
+        return exchange, ColumnSums(memory, self.op.streams, columns) if self.sums else None
 
     @cute.jit
     def prepare(self, tensors: tuple[MaybeTensor, ...], stream: Any) -> None:
         zero_amax(tensors[0], stream)
+        if cutlass.const_expr(tensors[9] is not None):
+            zero_amax(tensors[9], stream)
 
     @cute.jit
     def finish(self, tensors: tuple[MaybeTensor, ...], offsets: cute.Tensor, counts: MaybeTensor, stream: Any) -> None:
-        shares, dprob = tensors[4], tensors[5]
+        _, _, _, _, _, shares, dprob, parts, dbias, *_ = tensors
+        if cutlass.const_expr(dbias is not None):
+            launch_sum_parts(parts, offsets, counts, dbias, stream)
         if cutlass.const_expr(dprob is not None):
             sum_shares_kernel(shares, offsets, counts, dprob).launch(
                 grid=[(dprob.shape[0] + SUM_THREADS - 1) // SUM_THREADS, 1, 1],
@@ -165,7 +188,7 @@ class ActivationBackward:
     def _load(
         self,
         words: cute.Tensor,
-        argument: cute.Tensor,
+        saved: cute.Tensor,
         rows: list[Int32],
         base: Int32,
         columns: Int32,
@@ -177,7 +200,7 @@ class ActivationBackward:
         for half, row in enumerate(rows):
             for i in range(inputs):
                 at = cute.assume(nearest + BLOCK * i, divby=VECTOR)
-                loaded = load_words(argument.iterator + (Int64(row) * (inputs * columns) + at), WORDS)
+                loaded = load_words(saved.iterator + (Int64(row) * (inputs * columns) + at), WORDS)
                 for word in range(WORDS):
                     words[(half * inputs + i) * WORDS + word] = loaded[word]
 
@@ -193,7 +216,8 @@ class ActivationBackward:
         shared: Any,
     ) -> None:
         """Write this thread's part of the tile that begins `shift` rows below the place's first."""
-        amax, alpha, prob, argument, shares, _, *others = tensors
+        amax, alpha, prob, saved, dactivation, shares, _, parts, _, amax_rotated, *others = tensors
+        exchange, column_sums = shared
         outputs = Outputs(*others)
         inputs = self.op.layout.inputs
         quantizer = self.sink.quantizer
@@ -213,15 +237,18 @@ class ActivationBackward:
         earlier.fill(0.0)
         # The inputs of a block are loaded while the one before it is worked on.
         ahead = cute.make_rmem_tensor(2 * inputs * WORDS, Uint32)
-        self._load(ahead, argument, rows, place.column, columns, lane_column)
+        self._load(ahead, saved, rows, place.column, columns, lane_column)
         largest = Float32(0.0)
+        rotated = Float32(0.0)
         for step in cutlass.range(cute.size(sums) // PER_BLOCK, unroll=1):
             base = place.column + step * BLOCK
             inside = base < columns
-            saved = [ahead[i] for i in range(2 * inputs * WORDS)]
-            self._load(ahead, argument, rows, base + BLOCK, columns, lane_column)
+            current = [ahead[i] for i in range(2 * inputs * WORDS)]
+            self._load(ahead, saved, rows, base + BLOCK, columns, lane_column)
             values = []
             totals = []
+            exact = []
+            entered = []
             for half in cutlass.range_constexpr(2):
                 incoming = block_values(sums, 0, half)
                 if cutlass.const_expr(alpha is not None):
@@ -229,10 +256,12 @@ class ActivationBackward:
                 if cutlass.const_expr(self.staged):
                     incoming = unpack_bf16(pack_bf16(incoming))
                 own = [
-                    unpack_bf16(saved[(half * inputs + i) * WORDS : (half * inputs + i + 1) * WORDS])
+                    unpack_bf16(current[(half * inputs + i) * WORDS : (half * inputs + i + 1) * WORDS])
                     for i in range(inputs)
                 ]
                 streams, share = self.op.row(own, incoming, weights[half], self.target)
+                exact.append(streams)
+                entered.append(incoming)
                 values.append([[quantizer.prepare(value) for value in stream] for stream in streams])
                 if cutlass.const_expr(shares is not None):
                     share = select(inside, share, Float32(0.0))
@@ -243,6 +272,21 @@ class ActivationBackward:
                     totals.append(earlier[half] + both)
                     earlier[half] = select(step % 4 == 1, both, earlier[half])
                     pairs[half] = select(step % 2 == 0, share, Float32(0.0))
+            if cutlass.const_expr(dactivation is not None):
+                for half, valid in enumerate((spot.upper, spot.lower)):
+                    pointer = dactivation.iterator + (Int64(spot.row + 8 * half) * columns + base + lane_column)
+                    if inside and valid:
+                        words = [value.bitcast(Uint32) for value in entered[half]]
+                        store_words(pointer, words[:4])
+                        store_words(pointer + 4, words[4:])
+            if cutlass.const_expr(parts is not None or amax_rotated is not None):
+                for stream in cutlass.range_constexpr(self.op.streams):
+                    rows_of_columns = [masked(exact[0][stream][j], exact[1][stream][j], spot) for j in range(VECTOR)]
+                    if cutlass.const_expr(parts is not None):
+                        add_columns(column_sums, thread, stream, step, rows_of_columns)
+                    if cutlass.const_expr(amax_rotated is not None):
+                        of_rotated = largest_rotated(self.rotation, quantizer, rows_of_columns, thread % 32)
+                        rotated = quantizer.magnitude_max(rotated, select(inside, of_rotated, Float32(0.0)))
             of_block = write_block(
                 quantizer,
                 self.sink.blocks,
@@ -253,7 +297,7 @@ class ActivationBackward:
                 inputs * columns,
                 [base * inputs + BLOCK * i for i in range(inputs)],
                 outputs,
-                shared,
+                exchange,
             )
             largest = quantizer.magnitude_max(largest, of_block)
             if cutlass.const_expr(shares is not None):
@@ -264,6 +308,10 @@ class ActivationBackward:
                             shares[base // SHARE_COLUMNS, spot.row + 8 * half] = totals[half]
             drop_blocks(sums, 1)
         raise_amax(amax.iterator + place.expert, largest, thread % 32)
+        if cutlass.const_expr(amax_rotated is not None):
+            raise_amax(amax_rotated.iterator + place.expert, rotated, thread % 32)
+        if cutlass.const_expr(parts is not None):
+            write_parts(column_sums, thread, place, shift, columns, parts)
 
 
 def _last_share(step: Int32, base: Int32, columns: Int32) -> Boolean:

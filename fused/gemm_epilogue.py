@@ -98,7 +98,7 @@ class Linear:
     by_expert: bool = False
     wide_bias: bool = False
 
-    def allocate(self, memory: Any) -> None:
+    def allocate(self, memory: Any, columns: int) -> None:
         return None
 
     def prepare(self, tensors: tuple[MaybeTensor, ...], stream: Any) -> None:

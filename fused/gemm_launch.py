@@ -18,7 +18,20 @@ from moe_numerics.fused.gemm_problem import BLOCK, RaggedDepth, RaggedRows, Tili
 from moe_numerics.fused.launch import _argument, _stream, check_tensor
 from moe_numerics.reference.contract import Contract
 
-__all__ = ["CODES", "MATRIX", "SCALES", "VECTOR", "Kind", "buffers", "check_contract", "choose_tiling", "launch_gemm"]
+__all__ = [
+    "ACCUMULATOR",
+    "CODES",
+    "MATRIX",
+    "SCALES",
+    "VECTOR",
+    "WIDE",
+    "Kind",
+    "buffers",
+    "check_accumulator",
+    "check_contract",
+    "choose_tiling",
+    "launch_gemm",
+]
 
 ACCUMULATOR = "sm_90.bf16"
 # A virtual GPU runs thread blocks one after the other: few of them, so that each still takes several tiles.
@@ -50,6 +63,7 @@ class Kind:
 CODES = Kind(torch.uint8, (1, BLOCK), 16)
 SCALES = Kind(torch.uint8, (1, 1), 1)
 MATRIX = Kind(torch.bfloat16, (1, BLOCK), 16)
+WIDE = Kind(torch.float32, (1, BLOCK), 16)
 VECTOR = Kind(torch.float32, (1,), 4)
 
 

@@ -133,7 +133,7 @@ def grouped_gemm_kernel(
 
     memory = cutlass.memory.SmemAllocator()
     barriers = memory.allocate_array(cutlass.Int64, 2 * tiling.stages)
-    shared = epilogue.allocate(memory)
+    shared = epilogue.allocate(memory, tiling.columns)
     left_ring = memory.allocate_tensor(BFloat16, left_layout.outer, 1024, left_layout.inner)
     right_ring = memory.allocate_tensor(BFloat16, right_layout.outer, 1024, right_layout.inner)
 

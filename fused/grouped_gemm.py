@@ -16,7 +16,9 @@ from moe_numerics.fused.elementwise import check_ragged
 from moe_numerics.fused.gemm_epilogue import Linear
 from moe_numerics.fused.gemm_launch import (
     ACCUMULATOR,
+    MATRIX,
     VECTOR,
+    WIDE,
     Kind,
     buffers,
     check_accumulator,
@@ -70,10 +72,6 @@ def expert_alpha(alpha: torch.Tensor | float | None, experts: int, device: torch
     return alpha
 
 
-def _bias_kind(wide: bool) -> Kind:
-    return Kind(torch.float32 if wide else torch.bfloat16, (1, BLOCK), 16)
-
-
 def _check_dtype(dtype: torch.dtype) -> None:
     if dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype}: results are float32 or bfloat16")
@@ -115,10 +113,10 @@ def _each_row(
         counts,
         (
             (expert_alpha(alpha, experts, x.device), VECTOR),
-            (bias, _bias_kind(wide_bias)),
+            (bias, WIDE if wide_bias else MATRIX),
             (prob, VECTOR),
             (None, VECTOR),
-            (result, Kind(dtype, (1, BLOCK), 16)),
+            (result, WIDE if dtype == torch.float32 else MATRIX),
         ),
     )
     return result

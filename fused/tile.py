@@ -7,6 +7,9 @@ gate and up); the `sink` says how each stream is written.
 
 Rows past the expert's end and columns past the buffer's are clamped to the last valid ones when loading: an element
 seen twice changes no maximum, and nothing is stored for it.
+
+Sums over rows (dbias) are taken tile by tile in a fixed order, with zeros for rows past the expert's end: the rows of
+a thread, 8 apart, then neighbouring rows, pairs and fours. The tiles of an expert are added by a second kernel.
 """
 
 from collections.abc import Sequence
@@ -15,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint8, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32
 from moe_numerics.fused.activations import Activation
 from moe_numerics.fused.memory import MaybeTensor, load_words, pack_bf16, select, store_words, unpack_bf16
 from moe_numerics.fused.mxfp8 import Mxfp8
@@ -168,6 +171,19 @@ def _over_lanes(quantizer: Any, value: Float32, distances: Sequence[int]) -> Flo
     return value
 
 
+def _add_rows(sums: Sequence[Float32] | None, values: Sequence[Float32], counted: Boolean) -> list[Float32]:
+    """Column sums with one more row, which counts as zeros unless it is a row of the expert."""
+    row = [select(counted, value, Float32(0.0)) for value in values]
+    return row if sums is None else [total + value for total, value in zip(sums, row, strict=True)]
+
+
+def _pairwise(values: Sequence[Float32]) -> Float32:
+    """Sum of neighbours, then of neighbouring pairs, and so on; a power of two of values."""
+    while len(values) > 1:
+        values = [low + high for low, high in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
+
+
 def _sum_over_row(value: Float32) -> Float32:
     """Sum over the 16 lanes of a row: neighbours first, then pairs of neighbours, and so on."""
     for distance in (1, 2, 4, 8):
@@ -204,18 +220,35 @@ def _load(
     return words, incoming, None if prob is None else Float32(prob[row])
 
 
+def _load_bias(op: Any, bias: cute.Tensor, expert: Int32, column: Int32, hidden: Int32) -> list[list[Float32]]:
+    """An expert's bias of each input at 8 columns."""
+    start = bias.iterator + Int64(expert) * (op.layout.inputs * hidden)
+    places = op.layout.columns(column, hidden)
+    return [unpack_bf16(load_words(start + cute.assume(place, divby=VECTOR), WORDS)) for place in places]
+
+
 def _compute(
     op: Any,
-    quantizer: Any,
     words: Sequence[Sequence[Uint32]],
     incoming: Sequence[Uint32] | None,
+    bias: Sequence[Sequence[Float32]] | None,
     prob: Float32 | None,
     target: str,
 ) -> tuple[list[list[Float32]], Float32 | None]:
-    """Values of each stream at 8 columns of one row as they are quantised, and the row's share of dprob."""
+    """Values of each stream at 8 columns of one row in float32, and the row's share of dprob."""
     grad = None if incoming is None else unpack_bf16(incoming)
-    streams, share = op.row([unpack_bf16(vector) for vector in words], grad, prob, target)
-    return [[quantizer.prepare(value) for value in stream] for stream in streams], share
+    inputs = [unpack_bf16(vector) for vector in words]
+    if bias is not None:
+        inputs = [
+            [value + shift for value, shift in zip(own, shifts, strict=True)]
+            for own, shifts in zip(inputs, bias, strict=True)
+        ]
+    return op.row(inputs, grad, prob, target)
+
+
+def _prepare(quantizer: Any, streams: Sequence[Sequence[Float32]]) -> list[list[Float32]]:
+    """The values as they are quantised."""
+    return [[quantizer.prepare(value) for value in stream] for stream in streams]
 
 
 def _places(op: Any, column: Int32, hidden: Int32) -> list[Int32]:
@@ -228,6 +261,37 @@ def _place_of(op: Any, column: Int32, hidden: Int32, stream: Int32) -> Int32:
     return places[0] if len(places) == 1 else select(stream == 0, places[0], places[1])
 
 
+@cute.jit
+def _share_columns(
+    op: cutlass.Constexpr,
+    sums: Any,
+    threads: cutlass.Constexpr,
+    memory: cute.Tensor,
+    column_shares: cute.Tensor,
+    slot: Int32,
+    column_tile: Int32,
+    hidden: Int32,
+    thread: Int32,
+) -> None:
+    """Add the threads' column sums to those of the tile, and write them as row `slot` of the shares of dbias."""
+    lane = thread % FULL_WARP
+    warps = threads // FULL_WARP
+    for stream in cutlass.range_constexpr(op.streams):
+        over_rows = [value + cute.arch.shuffle_sync_bfly(value, LANES_PER_ROW) for value in sums[stream]]
+        if lane < LANES_PER_ROW:
+            _write_vector(memory, (stream * warps + thread // FULL_WARP) * COLUMNS + lane * VECTOR, over_rows)
+    cute.arch.sync_threads()
+    for index in cutlass.range_constexpr((op.streams * COLUMNS + threads - 1) // threads):
+        entry = thread + index * threads
+        stream_index = entry // COLUMNS
+        column = column_tile * COLUMNS + entry % COLUMNS
+        if entry < op.streams * COLUMNS and column < hidden:
+            over_warps = []
+            for w in cutlass.range_constexpr(warps):
+                over_warps.append(memory[(stream_index * warps + w) * COLUMNS + entry % COLUMNS])
+            column_shares[slot, _place_of(op, column, hidden, stream_index)] = _pairwise(over_warps)
+
+
 @cute.kernel
 def tile_kernel(
     op: cutlass.Constexpr,
@@ -238,6 +302,7 @@ def tile_kernel(
     source: cute.Tensor,
     grad: MaybeTensor,
     prob: MaybeTensor,
+    bias: MaybeTensor,
     offsets: cute.Tensor,
     counts: MaybeTensor,
     out: MaybeTensor,
@@ -247,6 +312,7 @@ def tile_kernel(
     scales_colwise: MaybeTensor,
     amax: cute.Tensor,
     shares: MaybeTensor,
+    column_shares: MaybeTensor,
 ) -> None:
     """One tile: blockIdx.x is the column tile, blockIdx.y and z the slot of the row tile (see `locate_tile`)."""
     thread, _, _ = cute.arch.thread_idx()
@@ -276,8 +342,13 @@ def tile_kernel(
         places = _places(op, column, hidden)
         values = []
         largest = []
+        column_sums = []
         for _ in cutlass.range_constexpr(op.streams):
             largest.append([Float32(0.0) for _ in range(VECTOR)])
+            column_sums.append(None)
+        shifts = None
+        if cutlass.const_expr(bias is not None):
+            shifts = _load_bias(op, bias, expert, nearest, hidden)
         # All loads come first: what follows branches, and a load is not moved over a branch.
         loaded = []
         for i in cutlass.range_constexpr(rows):
@@ -286,7 +357,8 @@ def tile_kernel(
         for i in cutlass.range_constexpr(rows):
             row = top + row_step * i
             words, incoming, weight = loaded[i]
-            streams, share = _compute(op, quantizer, words, incoming, weight, target)
+            unrounded, share = _compute(op, words, incoming, shifts, weight, target)
+            streams = _prepare(quantizer, unrounded)
             code = Uint32(0)
             values.append(streams)
             if cutlass.const_expr(shares is not None):
@@ -294,6 +366,8 @@ def tile_kernel(
                 if row < end and thread % LANES_PER_ROW == 0:
                     shares[column_tile, row] = share
             for stream in cutlass.range_constexpr(op.streams):
+                if cutlass.const_expr(column_shares is not None):
+                    column_sums[stream] = _add_rows(column_sums[stream], unrounded[stream], row < end)
                 current = streams[stream]
                 for j in cutlass.range_constexpr(VECTOR):
                     largest[stream][j] = quantizer.magnitude_max(largest[stream][j], current[j])
@@ -308,9 +382,14 @@ def tile_kernel(
                     pointer = codes_rowwise.iterator + pointer
                     if inside and row < end and thread % 4 == 0:
                         scales_rowwise[row, places[stream] // 32] = code.to(Uint8)
-                if cutlass.const_expr(not sink.blocks or sink.row_blocks):
+                # A compile-time condition stands alone: where it is mixed with others, the branch is traced regardless.
+                if cutlass.const_expr(not sink.blocks or sink.row_blocks):  # noqa: SIM102
                     if inside and row < end:
                         store_words(pointer, words)
+
+        if cutlass.const_expr(column_shares is not None):
+            sums = memory.allocate_tensor(Float32, cute.make_layout(op.streams * warps * COLUMNS), 16)
+            _share_columns(op, column_sums, threads, sums, column_shares, slot, column_tile, hidden, thread)
 
         of_expert = Float32(0.0)
         if cutlass.const_expr(not sink.shared_blocks):
@@ -342,11 +421,12 @@ def tile_kernel(
                     if cutlass.const_expr(sink.copies.block2d):
                         tile_codes[entry] = code
                     own_column = column_tile * COLUMNS + own
-                    if cutlass.const_expr(sink.copies.colwise) and own_column < hidden:
-                        scale_row = slot
-                        if cutlass.const_expr(sink.dense_scale_rows):
-                            scale_row = slot - expert
-                        scales_colwise[scale_row, _place_of(op, own_column, hidden, stream_index)] = code.to(Uint8)
+                    if cutlass.const_expr(sink.copies.colwise):  # noqa: SIM102
+                        if own_column < hidden:
+                            scale_row = slot
+                            if cutlass.const_expr(sink.dense_scale_rows):
+                                scale_row = slot - expert
+                            scales_colwise[scale_row, _place_of(op, own_column, hidden, stream_index)] = code.to(Uint8)
         raise_amax(amax.iterator + expert, of_expert, lane)
 
         if cutlass.const_expr(sink.shared_blocks):

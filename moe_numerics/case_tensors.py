@@ -15,15 +15,20 @@ if TYPE_CHECKING:
 
 
 def fill(case: Case, spec: TensorSpec) -> NDArray[Any]:
-    """The bits of a tensor of values or of router probabilities: uint16 for bfloat16, uint32 for float32.
+    """The bits of a tensor of values, of router probabilities or of a bias: uint16 for bfloat16, uint32 for float32.
 
-    Raises CaseError for a kind that the tensor cannot have and for edits outside it.
+    Raises CaseError for a kind that the tensor cannot have, for edits outside it, and for a window or edits of a bias.
     """
     item = case.values.get(spec.name) or case.default_values(spec)
     is_prob = spec.kind == "prob"
     one_of(f"values.{spec.name}.kind", item.kind, tuple(values.PROB_KINDS if is_prob else values.KINDS))
     parts, hidden = (1, 1) if is_prob else (spec.columns, case.hidden)
     width = parts * hidden
+    if spec.kind == "bias":
+        if item.window is not None or item.edits:
+            raise CaseError(f"values.{spec.name} has a window or edits, whose rows are tokens: a bias has none")
+        expert = np.arange(len(case.counts), dtype=np.uint64)[:, None]
+        return _filled(case, spec, item, parts, hidden, expert, np.zeros_like(expert))
     if item.window is not None and item.window.part_end > parts:
         raise CaseError(f"values.{spec.name}.window.part_end = {item.window.part_end} is more than {parts}")
     flat = _padding(case, spec, width)
@@ -59,6 +64,19 @@ def _owned(case: Case, spec: TensorSpec, item: Values, parts: int, hidden: int) 
     counts = np.array(case.counts)
     expert = np.repeat(np.arange(len(counts), dtype=np.uint64), counts)[:, None]
     row = np.concatenate([np.arange(count, dtype=np.uint64) for count in case.counts])[:, None]
+    return _filled(case, spec, item, parts, hidden, expert, row)
+
+
+def _filled(
+    case: Case,
+    spec: TensorSpec,
+    item: Values,
+    parts: int,
+    hidden: int,
+    expert: NDArray[np.uint64],
+    row: NDArray[np.uint64],
+) -> NDArray[Any]:
+    """The bits of rows that belong to `expert` and have number `row` in it, both [rows, 1]."""
     column = np.arange(hidden, dtype=np.uint64)[None, :]
     kind = {**values.KINDS, **values.PROB_KINDS}[item.kind]
     planes = []

@@ -31,7 +31,9 @@ MAX_ALIGNMENT = 256
 MAX_ELEMENTS = 1 << 36
 PADDING_FILLS = ("zero", "nan", "inf", "random")
 OFFSETS_DTYPES = ("int32", "int64")
-TENSOR_KINDS = ("values", "prob", "offsets", "counts")
+TENSOR_KINDS = ("values", "prob", "bias", "offsets", "counts")
+VALUE_KINDS = ("values", "prob", "bias")
+"""Kinds of tensors whose numbers a case describes."""
 
 Option = str | int | float | bool | None
 
@@ -99,8 +101,8 @@ class TensorSpec:
     """One input of a path.
 
     kind: "values", of `columns` times hidden columns, in the case's layout if `columns` is more than 1
-    (gate_up: 2, grad and x: 1); "prob" [capacity]; "offsets" [experts + 1] or "counts" [experts], whose dtype
-    the case and int32 give.
+    (gate_up: 2, grad and x: 1); "bias": a row of such columns for each expert, of a seeded kind without window and
+    edits; "prob" [capacity]; "offsets" [experts + 1] or "counts" [experts], whose dtype the case and int32 give.
     """
 
     name: str
@@ -110,15 +112,16 @@ class TensorSpec:
 
     def __post_init__(self) -> None:
         checked.one_of("kind", self.kind, TENSOR_KINDS)
-        if self.kind in ("values", "prob"):
+        if self.kind in VALUE_KINDS:
             checked.one_of("dtype", self.dtype, tuple(value_kinds.MANTISSA_BITS))
         checked.integer("columns", self.columns, 1, 64)
 
     @property
     def shape(self) -> str:
         """The shape in words, for people: `[capacity, 2 * hidden]`."""
-        if self.kind == "values":
-            return f"[capacity, {self.columns} * hidden]" if self.columns > 1 else "[capacity, hidden]"
+        if self.kind in ("values", "bias"):
+            rows = "experts" if self.kind == "bias" else "capacity"
+            return f"[{rows}, {self.columns} * hidden]" if self.columns > 1 else f"[{rows}, hidden]"
         return {"prob": "[capacity]", "offsets": "[experts + 1]", "counts": "[experts]"}[self.kind]
 
 
@@ -299,7 +302,7 @@ class Case:
         """
         import torch
 
-        known = [spec.name for spec in inputs if spec.kind in ("values", "prob")]
+        known = [spec.name for spec in inputs if spec.kind in VALUE_KINDS]
         for name in self.values:
             if name not in known:
                 raise CaseError(f"values.{name} is no input of {self.path}: expected {checked.listed(known)}")
@@ -311,7 +314,7 @@ class Case:
             # torch has no arithmetic on its unsigned types, and views need none of it.
             signed = bits.view({2: np.int16, 4: np.int32, 8: np.int64}[bits.dtype.itemsize])
             tensor = torch.from_numpy(signed)
-            if spec.kind in ("values", "prob"):
+            if spec.kind in VALUE_KINDS:
                 tensor = tensor.view(torch.bfloat16 if spec.dtype == "bfloat16" else torch.float32)
             result[spec.name] = tensor.to(device)
         return result
@@ -447,9 +450,9 @@ def gauntlet_case(
         prob=prob and any(spec.kind == "prob" for spec in inputs),
         options=options,
         values={
-            spec.name: Values("mixed" if spec.kind == "values" else "router", seed)
+            spec.name: Values("router" if spec.kind == "prob" else "mixed", seed)
             for spec in inputs
-            if spec.kind in ("values", "prob")
+            if spec.kind in VALUE_KINDS
         },
         seed=seed,
         padding_fill="nan",

@@ -170,15 +170,17 @@ def _draw_values(source: Source, space: Space, case: Case) -> dict[str, Values]:
     for spec in space.inputs:
         if spec.kind == "prob" and case.prob:
             item = _seeded(one_of(source, tuple(values.PROB_KINDS)), seed)
-        elif spec.kind == "values":
+        elif spec.kind in ("values", "bias"):
             own = one_of(source, kinds)
             exponent = one_of(source, EXPONENTS)
             kind = own if apart else common
             item = _seeded(kind, seed, exponent if kind in SCALED else 0)
         else:
             continue
-        item = _windowed(source, case, spec, item)
-        result[spec.name] = _edited(source, space, case, spec, item)
+        if spec.kind != "bias":
+            item = _windowed(source, case, spec, item)
+            item = _edited(source, space, case, spec, item)
+        result[spec.name] = item
     return result
 
 

@@ -9,7 +9,6 @@ import fnmatch
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +16,15 @@ from moe_numerics.cases import Case, TensorSpec
 from moe_numerics.contract import ALIASES, PROFILES, profile
 from moe_numerics.drawing import Space
 from moe_numerics.findings import Grade
-from moe_numerics.reference import elementwise, grouped_nvfp4, mxfp8, nvfp4
+from moe_numerics.operations import (
+    ActivationBackward,
+    ActivationForward,
+    ActivationThenNvfp4,
+    Mxfp8Copies,
+    Nvfp4Copies,
+    Operation,
+)
+from moe_numerics.reference import mxfp8, nvfp4
 from moe_numerics.reference.activations import ACTIVATIONS, CLAMPED_SWIGLU_PRESETS, Activation
 from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.elementwise import BOTH, Blocks
@@ -26,9 +33,6 @@ from moe_numerics.reference.grouped_nvfp4 import Recipe
 from moe_numerics.reference.ragged import Experts
 
 __all__ = ["DEVICES", "OutputSpec", "Path", "PathError", "all_paths", "find_path", "match_paths"]
-
-Tensors = Mapping[str, torch.Tensor]
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 DEVICES = ("virtual:sm_90a", "virtual:sm_100a", "cuda")
 
@@ -85,19 +89,6 @@ class OutputSpec:
         return owner
 
 
-class Operation(Protocol):
-    """How a path computes: from a case's tensors to its outputs."""
-
-    def shapes(self, case: Case) -> Shapes:
-        """Shape and dtype of each output."""
-
-    def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
-        """The outputs by the reference."""
-
-    def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
-        """The outputs by the fused kernel, written to `out`."""
-
-
 @dataclass(frozen=True)
 class Path:
     """One thing that is verified.
@@ -151,168 +142,6 @@ _RAGGED = (TensorSpec("offsets", kind="offsets"), TensorSpec("counts", kind="cou
 _PROB = TensorSpec("prob", "float32", "prob")
 
 
-@dataclass(frozen=True)
-class _Forward:
-    activation: Activation
-    element: FloatFormat | None
-
-    def shapes(self, case: Case) -> Shapes:
-        quantised = self.element is not None
-        return elementwise.output_shapes(
-            case.capacity, case.hidden, len(case.counts), 1, quantised, case.alignment, False
-        )
-
-    def _arguments(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, Any]:
-        """Arguments that the reference and the kernel share."""
-        return {
-            "gate_up": tensors["x" if self.activation.inputs == 1 else "gate_up"],
-            "offsets": tensors["offsets"],
-            "counts": tensors.get("counts"),
-            "prob": tensors.get("prob"),
-            "activation": self.activation,
-            "layout": case.layout,
-            "element": self.element,
-            "alignment": case.alignment,
-            "contract": contract,
-        }
-
-    def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
-        return elementwise.activation_forward(**self._arguments(case, tensors, contract))
-
-    def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
-        from moe_numerics.fused.elementwise import activation_forward
-
-        activation_forward(**self._arguments(case, tensors, contract), out=out)
-
-
-@dataclass(frozen=True)
-class _Backward(_Forward):
-    def shapes(self, case: Case) -> Shapes:
-        return elementwise.output_shapes(
-            case.capacity,
-            case.hidden,
-            len(case.counts),
-            self.activation.inputs,
-            self.element is not None,
-            case.alignment,
-            case.prob,
-        )
-
-    def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
-        return elementwise.activation_backward(tensors["grad"], **self._arguments(case, tensors, contract))
-
-    def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
-        from moe_numerics.fused.elementwise import activation_backward
-
-        activation_backward(tensors["grad"], **self._arguments(case, tensors, contract), out=out)
-
-
-@dataclass(frozen=True)
-class _Quantize:
-    element: FloatFormat
-    blocks: Blocks = BOTH
-
-    def shapes(self, case: Case) -> Shapes:
-        return elementwise.output_shapes(
-            case.capacity, case.hidden, len(case.counts), 1, True, case.alignment, False, self.blocks
-        )
-
-    def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
-        return elementwise.quantize(
-            tensors["x"],
-            tensors["offsets"],
-            tensors.get("counts"),
-            element=self.element,
-            blocks=self.blocks,
-            alignment=case.alignment,
-            contract=contract,
-        )
-
-    def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
-        from moe_numerics.fused.elementwise import quantize
-
-        quantize(
-            tensors["x"],
-            tensors["offsets"],
-            tensors.get("counts"),
-            element=self.element,
-            blocks=self.blocks,
-            alignment=case.alignment,
-            contract=contract,
-            out=out,
-        )
-
-
-def _seed_words(case: Case, device: torch.device) -> torch.Tensor:
-    """The case's seed as kernels take it: int32 [2], low word first."""
-    words = torch.tensor([case.seed & 0xFFFFFFFF, case.seed >> 32], dtype=torch.int64)
-    return words.to(torch.uint32).view(torch.int32).to(device)
-
-
-@dataclass(frozen=True)
-class _Nvfp4:
-    recipe: Recipe
-
-    def shapes(self, case: Case) -> Shapes:
-        return self.shapes_of(case, case.hidden)
-
-    def shapes_of(self, case: Case, columns: int) -> Shapes:
-        """Shapes of the copies of a tensor with this number of columns."""
-        contract = profile(case.profile)
-        experts = len(case.counts)
-        return grouped_nvfp4.output_shapes(case.capacity, columns, experts, self.recipe, case.alignment, contract)
-
-    def _arguments(self, x: torch.Tensor, case: Case, tensors: Tensors, contract: Contract) -> dict[str, Any]:
-        return {
-            "x": x,
-            "offsets": tensors["offsets"],
-            "counts": tensors.get("counts"),
-            "recipe": self.recipe,
-            "alignment": case.alignment,
-            "contract": contract,
-        }
-
-    def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
-        return self.reference_of(tensors["x"], case, tensors, contract)
-
-    def reference_of(
-        self, x: torch.Tensor, case: Case, tensors: Tensors, contract: Contract
-    ) -> dict[str, torch.Tensor]:
-        """The copies of a tensor by the reference."""
-        return grouped_nvfp4.quantize(**self._arguments(x, case, tensors, contract), seed=case.seed)
-
-    def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
-        self.fused_of(tensors["x"], case, tensors, contract, out)
-
-    def fused_of(self, x: torch.Tensor, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
-        """The copies of a tensor by the fused kernels."""
-        from moe_numerics.fused.grouped_nvfp4 import quantize
-
-        quantize(**self._arguments(x, case, tensors, contract), seed=_seed_words(case, x.device), out=out)
-
-
-@dataclass(frozen=True)
-class _Composed:
-    """An activation to bfloat16, then NVFP4 copies of that."""
-
-    activation: _Forward
-    copies: _Nvfp4
-
-    def shapes(self, case: Case) -> Shapes:
-        shapes = self.activation.shapes(case)
-        return shapes | self.copies.shapes_of(case, shapes["out"][0][1])
-
-    def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
-        results = self.activation.reference(case, tensors, contract)
-        return results | self.copies.reference_of(results["out"], case, tensors, contract)
-
-    def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
-        first = self.activation.shapes(case)
-        self.activation.fused(case, tensors, contract, {name: out[name] for name in first})
-        copies = {name: tensor for name, tensor in out.items() if name not in first}
-        self.copies.fused_of(out["out"], case, tensors, contract, copies)
-
-
 def _written(element: FloatFormat | None, columns: str, bfloat16_name: str = "out") -> tuple[OutputSpec, ...]:
     amax = OutputSpec("amax", "float32", "[experts]", "expert")
     if element is None:
@@ -346,7 +175,7 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
                 (source, *_RAGGED, _PROB),
                 _written(element, "hidden"),
                 {"suite": "exact"},
-                _Forward(activation, element),
+                ActivationForward(activation, element),
                 layouts,
             )
         )
@@ -357,16 +186,16 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
                 (TensorSpec("grad"), source, *_RAGGED, _PROB),
                 (*_written(element, columns), OutputSpec("dprob", "float32", "[capacity]", "token")),
                 {"suite": "exact"},
-                _Backward(activation, element),
+                ActivationBackward(activation, element),
                 layouts,
             )
         )
     composed = (
-        ("fwd", "forward, times prob", _Forward(activation, None), (source,), "hidden", Recipe(rotated=True)),
+        ("fwd", "forward, times prob", ActivationForward(activation, None), (source,), "hidden", Recipe(rotated=True)),
         (
             "bwd",
             "backward with prob and dprob",
-            _Backward(activation, None),
+            ActivationBackward(activation, None),
             (TensorSpec("grad"), source),
             columns,
             Recipe(rotated=True, stochastic=True),
@@ -381,7 +210,50 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
                 (*inputs, *_RAGGED, _PROB),
                 (*_written(None, width), *dprob, *_nvfp4_outputs(recipe)),
                 {"suite": "exact"},
-                _Composed(operation, _Nvfp4(recipe)),
+                ActivationThenNvfp4(operation, Nvfp4Copies(recipe)),
+                layouts,
+            )
+        )
+    return paths
+
+
+_WITH_BIAS = ("swiglu", "clamped_swiglu", "geglu", "srelu", "silu")
+"""Activations of each kind: a bias is added before an activation begins, so one of a kind speaks for the others."""
+
+
+def _bias_paths(name: str, activation: Activation) -> list[Path]:
+    unary = activation.inputs == 1
+    source = TensorSpec("x") if unary else TensorSpec("gate_up", columns=2)
+    inputs = (source, *_RAGGED, _PROB, TensorSpec("bias", kind="bias", columns=activation.inputs))
+    columns = "hidden" if unary else "2 * hidden"
+    paths = []
+    for label in ("bf16", "mxfp8_e4m3"):
+        element = _FORMATS[label]
+        written = "bfloat16" if element is None else f"MXFP8 {element.name}, row-wise and column-wise"
+        layouts = ("halves",) if unary else _LAYOUTS
+        paths.append(
+            Path(
+                f"{name}.fwd.{label}.bias",
+                f"{name} of inputs with bias forward, times prob, to {written}; amax of each expert",
+                inputs,
+                _written(element, "hidden"),
+                {"suite": "exact"},
+                ActivationForward(activation, element),
+                layouts,
+            )
+        )
+        paths.append(
+            Path(
+                f"{name}.bwd.{label}.bias",
+                f"{name} of inputs with bias backward, with dprob and dbias, to {written}; amax of each expert",
+                (TensorSpec("grad"), *inputs),
+                (
+                    *_written(element, columns),
+                    OutputSpec("dprob", "float32", "[capacity]", "token"),
+                    OutputSpec("dbias", "float32", f"[experts, {columns}]", "expert"),
+                ),
+                {"suite": "exact"},
+                ActivationBackward(activation, element, bias=True),
                 layouts,
             )
         )
@@ -446,6 +318,8 @@ def all_paths() -> tuple[Path, ...]:
         paths += _activation_paths(name, activation)
     for preset in ("deepseek", "step"):
         paths += _activation_paths("clamped_swiglu", CLAMPED_SWIGLU_PRESETS[preset], f".{preset}")
+    for name in _WITH_BIAS:
+        paths += _bias_paths(name, ACTIVATIONS[name])
     for element in (E4M3, E5M2):
         for name, blocks in _BLOCKS.items():
             copies = [what for what in ("rowwise", "colwise") if getattr(blocks, what)]
@@ -458,7 +332,7 @@ def all_paths() -> tuple[Path, ...]:
                     (TensorSpec("x"), *_RAGGED),
                     tuple(written),
                     _QUANTISE_PROFILES,
-                    _Quantize(element, blocks),
+                    Mxfp8Copies(element, blocks),
                 )
             )
     for name, recipe in _RECIPES.items():
@@ -469,7 +343,7 @@ def all_paths() -> tuple[Path, ...]:
                 (TensorSpec("x"), *_RAGGED),
                 _nvfp4_outputs(recipe),
                 _stochastic_profiles() if recipe.stochastic else _QUANTISE_PROFILES,
-                _Nvfp4(recipe),
+                Nvfp4Copies(recipe),
                 multiple=nvfp4.BLOCK,
             )
         )

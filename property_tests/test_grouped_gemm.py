@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from moe_numerics.reference import mxfp8, nvfp4, tensor_core
+from moe_numerics.reference.contract import SUITE
 from moe_numerics.reference.formats import E2M1, E4M3, E5M2
 from moe_numerics.reference.grouped_gemm import grouped_dgrad, grouped_matmul, grouped_wgrad
 from moe_numerics.reference.quantized import Quantized
@@ -162,7 +163,20 @@ def quantise_nv(x: torch.Tensor, axis: int, experts: Experts | None = None) -> Q
     return nvfp4.quantize(x, axis, experts=experts)
 
 
-QUANTISERS = {"mxfp8": quantise_mx, "nvfp4": quantise_nv}
+def quantise_nv_expert(x: torch.Tensor, axis: int, experts: Experts | None = None) -> Quantized:
+    return nvfp4.quantize(x, axis, contract=SUITE.replace(amax_scope="expert"), experts=experts)
+
+
+def quantise_nv_line(x: torch.Tensor, axis: int, experts: Experts | None = None) -> Quantized:
+    return nvfp4.quantize(x, axis, experts=experts, row_scaled=True)
+
+
+QUANTISERS = {
+    "mxfp8": quantise_mx,
+    "nvfp4": quantise_nv,
+    "nvfp4.expert": quantise_nv_expert,
+    "nvfp4.line": quantise_nv_line,
+}
 
 
 def plain_values(q: Quantized) -> torch.Tensor:
@@ -170,11 +184,18 @@ def plain_values(q: Quantized) -> torch.Tensor:
     return (q.element.decode(q.unpacked_codes()) * q.row_scales()).bfloat16()
 
 
-def global_scale(*operands: Quantized) -> torch.Tensor | float:
-    if operands[0].global_amax is None:
-        return 1.0
-    left, right = (q.global_amax for q in operands)
-    return left * right * torch.tensor(1 / (2688 * 2688), dtype=torch.float32)
+def global_scale(left: Quantized, right: Quantized, expert: int, line: int | slice = slice(None)) -> torch.Tensor:
+    """What the sum of codes times block scales is multiplied by; `line`: of the left operand."""
+    if left.global_amax is None or right.global_amax is None:
+        return torch.ones(())
+    if left.line_scaled:
+        rows, columns = left.global_amax[line], right.global_amax
+        product = rows * columns if isinstance(line, int) else rows[:, None] * columns
+    else:
+        product = left.global_amax.reshape(-1)[expert if left.global_amax.dim() else 0]
+        weight_expert = expert if right.global_amax.numel() > 1 else 0
+        product = product * right.global_amax.reshape(-1)[weight_expert]
+    return product * torch.tensor(1 / (2688 * 2688), dtype=torch.float32)
 
 
 @given(cases(), st.sampled_from(list(QUANTISERS)))
@@ -187,21 +208,22 @@ def test_quantised_operands_are_their_bfloat16_values(case: Case, kind: str) -> 
     got = grouped_matmul(x, rowwise, *case.rows, alignment=experts.alignment)
     plain = grouped_matmul(plain_values(x), torch.stack([plain_values(w) for w in rowwise]), *case.rows)
     for e, row in owned(case):
-        assert same_bits(got[row], plain[row] * global_scale(x, rowwise[e]))
+        assert same_bits(got[row], plain[row] * global_scale(x, rowwise[e], e, row))
     got = grouped_dgrad(grad, colwise, *case.rows, alignment=experts.alignment)
     plain = grouped_dgrad(plain_values(grad), torch.stack([plain_values(w) for w in colwise]), *case.rows)
     for e, row in owned(case):
-        assert same_bits(got[row], plain[row] * global_scale(grad, colwise[e]))
+        assert same_bits(got[row], plain[row] * global_scale(grad, colwise[e], e, row))
     x, grad = quantise(case.x, -2, experts), quantise(case.grad, -2, experts)
     got = grouped_wgrad(grad, x, *case.rows, alignment=experts.alignment)
     plain = grouped_wgrad(plain_values(grad), plain_values(x), *case.rows)
-    assert same_bits(got, plain * global_scale(grad, x))
+    for e in range(len(experts)):
+        assert same_bits(got[e], plain[e] * global_scale(grad, x, e))
 
 
 SCALED = {"mxfp8": "sm_100.mxf8f6f4", "nvfp4": "sm_100.mxf4nvf4"}
 
 
-@given(cases(), st.sampled_from(list(QUANTISERS)))
+@given(cases(), st.sampled_from(list(SCALED)))
 def test_block_scaled_accumulators_stay_within_their_bound(case: Case, kind: str) -> None:
     """Catches scales that the tensor core pairs with other rows or blocks than the quantiser made them for."""
     quantise, experts, model = QUANTISERS[kind], case.experts, SCALED[kind]
@@ -211,7 +233,7 @@ def test_block_scaled_accumulators_stay_within_their_bound(case: Case, kind: str
     for e, (start, count) in enumerate(zip(experts.starts, experts.counts, strict=True)):
         part = slice(start, start + count)
         left, right = plain_values(x)[part].double(), plain_values(weights[e]).double().t()
-        scale = float(global_scale(x, weights[e]))
+        scale = float(global_scale(x, weights[e], e))
         slack = scale * (left.abs() @ right.abs()) * 2.0**-21
         assert bool(((got[part].double() - scale * (left @ right)).abs() <= slack).all())
     x, grad = quantise(case.x, -2, experts), quantise(case.grad, -2, experts)
@@ -219,7 +241,7 @@ def test_block_scaled_accumulators_stay_within_their_bound(case: Case, kind: str
     for e, (start, count) in enumerate(zip(experts.starts, experts.counts, strict=True)):
         part = slice(start, start + count)
         left, right = plain_values(grad)[part].double().t(), plain_values(x)[part].double()
-        scale = float(global_scale(grad, x))
+        scale = float(global_scale(grad, x, e))
         slack = scale * (left.abs() @ right.abs()) * 2.0**-21
         assert bool(((got[e].double() - scale * (left @ right)).abs() <= slack).all())
 

@@ -62,8 +62,25 @@ def test_the_columnwise_copy_is_the_rowwise_copy_of_the_transpose(
         rowwise, colwise = path.output(f"{what}_rowwise"), path.output(f"{what}_colwise")
         for first, second in ((plain, other), (other, plain)):
             got = first[colwise.name]
-            parts = [part.t() for part in second[rowwise.name].split(second[rowwise.name].shape[1] * size // got.shape[1], dim=1)]
-            assert_same(colwise, torch.cat(parts, dim=1), got, f"transpose of {kind}")
+            parts = second[rowwise.name].chunk(got.shape[1] // size, dim=1)
+            assert_same(colwise, torch.cat([part.t() for part in parts], dim=1), got, f"transpose of {kind}")
+
+
+@pytest.mark.parametrize("device", reference_and_kernels(), indirect=True)
+@pytest.mark.parametrize("path", [find_path("quantize.nvfp4"), find_path("quantize.nvfp4.16x16")], ids=lambda p: p.id)
+@kernel_examples()
+@given(size=st.sampled_from([16, 48, 128]), kind=st.sampled_from(sorted(KINDS)), seed=st.integers(0, 2**32 - 1))
+def test_a_transposed_copy_is_the_rowwise_copy_of_the_transpose(
+    path: Path, device: ActiveDevice, size: int, kind: str, seed: int
+) -> None:
+    case = Case(path.id, (size,), size, alignment=16, values={"x": Values(kind, seed)})
+    turned = given_tensors(case, {"x": case.tensors(path.inputs)["x"].t().contiguous()})
+    contract = path.contract("suite")
+    plain = device.run(path, case, contract).outputs
+    other = device.run(path, turned, contract).outputs
+    for what in ("codes", "scales", "amax"):
+        spec = path.output(f"{what}_colwise")
+        assert_same(spec, other[f"{what}_rowwise"], plain[spec.name], f"transpose of {kind}")
 
 
 @pytest.mark.parametrize("device", reference_and_kernels(), indirect=True)

@@ -1,13 +1,18 @@
 """Activations and quantisation over ragged experts: what one launch of a fused elementwise kernel computes.
 
-Every value is computed in float32 from bfloat16 inputs, by the activation's pinned sequence of operations, then
-multiplied by the router's probability, and rounded or quantised once. Rows that no expert owns are not read; in the
-results they hold zeros.
+Every value is computed in float32 from bfloat16 inputs, to which the expert's bias is added first, by the activation's
+pinned sequence of operations, then multiplied by the router's probability, and rounded or quantised once. Rows that no
+expert owns are not read; in the results they hold zeros.
 
 dprob of a row is the sum of grad * activation over its columns, in float32, in this order: columns are taken in tiles
 of 128, the last one filled up with +0; inside a tile, 16 groups of 8 neighbouring columns are each added from left to
 right, then neighbouring groups, neighbouring pairs of groups, fours and eights; the tiles are added in ascending
 order. (A kernel whose thread holds 8 columns gets this by four butterfly shuffles.)
+
+dbias of a column is the sum of the float32 gradients, before they are rounded or quantised, over an expert's rows, in
+this order: rows are taken in tiles of 32 from the expert's first one, the last tile filled up with +0; inside a tile,
+rows 8 apart are each added from top to bottom, then the 8 sums: neighbours, neighbouring pairs and fours; the tiles
+are added in ascending order. (A kernel whose warp holds two rows at a time gets this by one shuffle and shared memory.)
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ from .ragged import Experts
 
 TILE_COLUMNS = 128
 GROUP_COLUMNS = 8
+TILE_ROWS = 32
+ROW_STEP = 8
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,7 @@ def output_shapes(
     alignment: int,
     dprob: bool,
     blocks: Blocks = BOTH,
+    dbias: bool = False,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Gives shape and dtype of each result of an elementwise kernel that writes `streams` * `hidden` columns.
 
@@ -106,6 +114,8 @@ def output_shapes(
     shapes["amax"] = ((experts,), torch.float32)
     if dprob:
         shapes["dprob"] = ((rows,), torch.float32)
+    if dbias:
+        shapes["dbias"] = ((experts, width), torch.float32)
     return shapes
 
 
@@ -134,6 +144,31 @@ def sum_over_row(terms: torch.Tensor) -> torch.Tensor:
     for tile in range(1, tiles):
         total = total + sums[:, tile, 0]
     return total
+
+
+def sum_over_rows(values: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """Gives float32 [experts, columns]: the sum over each expert's rows of float32 [capacity, columns].
+
+    In the order of the module's docstring; zeros for an expert without rows.
+    """
+    sums = torch.zeros((len(experts), values.shape[1]), dtype=torch.float32, device=values.device)
+    for expert, (start, count) in enumerate(zip(experts.starts, experts.counts, strict=True)):
+        tiles = -(-count // TILE_ROWS)
+        if not tiles:
+            continue
+        padded = torch.zeros((tiles * TILE_ROWS, values.shape[1]), dtype=torch.float32, device=values.device)
+        padded[:count] = values[start : start + count]
+        steps = padded.view(tiles, TILE_ROWS // ROW_STEP, ROW_STEP, values.shape[1])
+        of_tile = steps[:, 0]
+        for step in range(1, TILE_ROWS // ROW_STEP):
+            of_tile = of_tile + steps[:, step]
+        while of_tile.shape[1] > 1:
+            of_tile = of_tile[:, 0::2] + of_tile[:, 1::2]
+        total = of_tile[0, 0]
+        for tile in range(1, tiles):
+            total = total + of_tile[tile, 0]
+        sums[expert] = total
+    return sums
 
 
 def write_values(
@@ -168,27 +203,43 @@ def _owned(x: torch.Tensor, experts: Experts) -> torch.Tensor:
     return torch.where(valid.view(-1, *[1] * (x.dim() - 1)), x.to(torch.float32), 0.0)
 
 
+def _add_bias(inputs: torch.Tensor, bias: torch.Tensor | None, experts: Experts) -> torch.Tensor:
+    """The float32 inputs plus their expert's bias; rows without an owner stay zeros."""
+    if bias is None:
+        return inputs
+    if bias.dtype != torch.bfloat16 or bias.shape != (len(experts), inputs.shape[1]):
+        raise ValueError(
+            f"bias has dtype {bias.dtype} and shape {list(bias.shape)}: expected torch.bfloat16 "
+            f"{[len(experts), inputs.shape[1]]}, a row for each expert"
+        )
+    owner = experts.row_expert(inputs.device)
+    shifts = bias.to(torch.float32)[owner.clamp(min=0)]
+    return torch.where((owner >= 0).unsqueeze(1), inputs + shifts, 0.0)
+
+
 def activation_forward(
     gate_up: torch.Tensor,
     offsets: torch.Tensor,
     counts: torch.Tensor | None = None,
     prob: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
     activation: str | Activation = "swiglu",
     layout: str = "halves",
     element: FloatFormat | None = None,
     alignment: int = 1,
     contract: Contract = SUITE,
 ) -> dict[str, torch.Tensor]:
-    """Gives activation(gate, up), times prob, for every valid row of every expert.
+    """Gives activation(gate, up), times prob, for every valid row of every expert; a bias is added to the inputs first.
 
     gate_up: bfloat16 [capacity, inputs * hidden]; offsets: int32 or int64 [experts + 1]; counts: [experts] or None;
-    prob: float32 [capacity] or None. Results: see `write_values`, with hidden columns. ValueError: offsets or counts
-    that do not describe the buffer, columns that do not fit the layout or the block.
+    prob: float32 [capacity] or None; bias: bfloat16 [experts, inputs * hidden] in gate_up's layout, or None. Results:
+    see `write_values`, with hidden columns. ValueError: offsets or counts that do not describe the buffer, columns that
+    do not fit the layout or the block, a bias of another dtype or shape.
     """
     experts = Experts.from_offsets(offsets, counts, gate_up.shape[0], alignment)
     function = find_activation(activation)
-    inputs = _owned(gate_up, experts)
+    inputs = _add_bias(_owned(gate_up, experts), bias, experts)
     if isinstance(function, UnaryActivation):
         values = function.forward(inputs)
     else:
@@ -205,21 +256,22 @@ def activation_backward(
     counts: torch.Tensor | None = None,
     prob: torch.Tensor | None = None,
     *,
+    bias: torch.Tensor | None = None,
     activation: str | Activation = "swiglu",
     layout: str = "halves",
     element: FloatFormat | None = None,
     alignment: int = 1,
     contract: Contract = SUITE,
 ) -> dict[str, torch.Tensor]:
-    """Gives the gradient of `activation_forward` with respect to gate_up, and `dprob` where prob is given.
+    """Gives the gradient of `activation_forward` with respect to gate_up; `dprob` and `dbias` where those are given.
 
     grad: bfloat16 [capacity, hidden]. The gradient that enters the activation is grad * prob, rounded to float32.
-    Results: see `write_values`, in gate_up's layout; `dprob` float32 [capacity]. ValueError: as for
-    `activation_forward`.
+    Results: see `write_values`, in gate_up's layout; `dprob` float32 [capacity], where prob is given; `dbias` float32
+    [experts, inputs * hidden], where bias is. ValueError: as for `activation_forward`.
     """
     experts = Experts.from_offsets(offsets, counts, gate_up.shape[0], alignment)
     function = find_activation(activation)
-    inputs, incoming = _owned(gate_up, experts), _owned(grad, experts)
+    inputs, incoming = _add_bias(_owned(gate_up, experts), bias, experts), _owned(grad, experts)
     weighted = incoming if prob is None else incoming * _owned(prob, experts).unsqueeze(1)
     if isinstance(function, UnaryActivation):
         value, gradient = function.differentiate(weighted, inputs)
@@ -229,6 +281,8 @@ def activation_backward(
     results = write_values(gradient, experts, element, contract)
     if prob is not None:
         results["dprob"] = sum_over_row(incoming * value)
+    if bias is not None:
+        results["dbias"] = sum_over_rows(gradient, experts)
     return results
 
 

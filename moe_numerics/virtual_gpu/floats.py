@@ -15,7 +15,6 @@ F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 U32 = npt.NDArray[np.uint32]
 
-QUIET = {"f32": np.uint32(0x7FFFFFFF), "f16": np.uint16(0x7FFF), "bf16": np.uint16(0x7FFF)}
 _TINY = np.float32(2.0**-126)
 
 
@@ -23,8 +22,10 @@ def canonical(x: F32) -> F32:
     """`x` with every NaN replaced by 0x7fffffff, the NaN that the hardware's float32 operations produce."""
     # min.reduce propagates a NaN, so that the common case costs one pass and no temporary.
     if x.size and np.isnan(np.minimum.reduce(x, axis=None)):
-        x = np.array(x, copy=True)
-        x.view(np.uint32)[np.isnan(x)] = QUIET["f32"]
+        fixed: F32 = np.array(x, copy=True)
+        bits: U32 = fixed.view(np.uint32)
+        bits[np.isnan(fixed)] = np.uint32(0x7FFFFFFF)
+        return fixed
     return x
 
 
@@ -71,10 +72,9 @@ def narrow32(x: F64, mode: str) -> F32:
     back = r.astype(np.float64)
     if mode == "rz":
         wrong = np.abs(back) > np.abs(x)
-        step = -1
-        bits = r.view(np.uint32).copy()
-        bits[wrong] -= np.uint32(1)
-        return bits.view(np.float32)
+        smaller = r.view(np.uint32).copy()
+        smaller[wrong] -= np.uint32(1)
+        return smaller.view(np.float32)
     up = mode == "rp"
     wrong = (back < x) if up else (back > x)
     bits = r.view(np.int32).copy()
@@ -84,7 +84,7 @@ def narrow32(x: F64, mode: str) -> F32:
     step = np.where(positive == up, np.int32(1), np.int32(-1))
     bits = bits + np.where(wrong & ~zero, step, np.int32(0))
     tiny = np.int32(1) if up else np.int32(-(2**31) + 1)
-    return np.where(wrong & zero, tiny, bits).astype(np.int32).view(np.float32)
+    return np.asarray(np.where(wrong & zero, tiny, bits), np.int32).view(np.float32)
 
 
 def add(a: F32, b: F32, mode: str) -> F32:
@@ -109,7 +109,7 @@ def mul(a: F32, b: F32, mode: str) -> F32:
 def fma(a: F32, b: F32, c: F32, mode: str) -> F32:
     """a * b + c, rounded once."""
     product = np.multiply(a, b, dtype=np.float64)
-    s = product + c
+    s: F64 = np.asarray(product + np.asarray(c, np.float64))
     if mode == "rn":
         r = np.asarray(s.astype(np.float32))
         # Rounding twice differs from rounding once only if float64 landed on a float32 tie (also on the

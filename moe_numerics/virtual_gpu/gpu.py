@@ -15,8 +15,8 @@ import torch
 from . import schedule as schedules
 from .errors import Finding, Triple, error
 from .launch import MULTIPROCESSORS, Launch, Stats
-from .lowering import program
 from .memory import Allocation, Memory
+from .program import program
 from .ptx import Variable
 
 DEFAULT_BUDGET = 20_000_000
@@ -199,7 +199,8 @@ class VirtualGPU:
         self.ptx[kernel] = LaunchedPTX(kernel, ptx, prog.sha256, prog.module.target)
         Launch(
             prog, grid, block, arguments, self._memory, self.schedule, self.stats, self.findings, self.checkers,
-            self.budget, shared_bytes, cluster, cooperative, self.stats.launches, self._globals(ptx, prog.module.variables),
+            self.budget, shared_bytes, cluster, cooperative, self.stats.launches,
+            self._globals(ptx, prog.module.variables),
         ).run()  # fmt: skip
 
     def _globals(self, ptx: str, variables: tuple[Variable, ...]) -> dict[str, int]:

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import shutil
 import tempfile
@@ -106,7 +107,8 @@ class HostModule:
         if gpu is None:
             raise error(
                 "context",
-                "a function compiled inside a virtual_gpu context was called outside of one: call it inside, or compile it anew",
+                "a function compiled inside a virtual_gpu context was called outside of one: "
+                "call it inside, or compile it anew",
             )
         return gpu
 
@@ -179,7 +181,7 @@ class HostModule:
     def _launch(
         self, kernel: int, grid: Triple, block: Triple, shared: int, args: int, cluster: Triple, cooperative: bool
     ) -> None:
-        from .lowering import parsed
+        from .program import parsed
 
         module, name = _kernels[int(kernel) - 1]
         if module.ptx is None:
@@ -233,6 +235,11 @@ def _runtime_tensor(value: Any, label: str, found: list[tuple[int, int, str, obj
     found.append((address, -(-span * width // 8), f"{label} ({value.element_type.__name__} {list(shape)})", value))
 
 
+def _load_only(load: Callable[[], Any]) -> list[Any]:
+    load()
+    return []
+
+
 @contextlib.contextmanager
 def _patched(target: Any, name: str, value: Any) -> Iterator[None]:
     old = target.__dict__[name] if name in getattr(target, "__dict__", {}) else getattr(target, name)
@@ -273,9 +280,8 @@ def intercepted(arch: str) -> Iterator[None]:
             engine, module = pair
             if engine is self.engine:
                 module.ptx = self.__ptx__
-                load = self._load_cuda_library
                 # The handles are ours: without them in its list the DSL never asks the real driver to unload them.
-                self._load_cuda_library = lambda: load() and []
+                self._load_cuda_library = functools.partial(_load_only, self._load_cuda_library)
                 latest.remove(pair)
                 break
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import floats, memory, ptx
-from .isa_half import _TABLES, round_to
+from .isa_half import TABLES, round_to
 from .isa_memory import space_of
 from .lowering import VIEW, Lowering
 from .memory import Array
@@ -22,12 +22,13 @@ _SEM = "sem?=relaxed|acquire|release|acq_rel"
 _SCOPE = "scope?=cta|cluster|gpu|sys"
 _SPACE = "space?=global|shared|shared::cta|shared::cluster"
 _HINT = "hint?=L2::cache_hint"
+_VECTOR = "vec=v2|v4|v8 type=f16|bf16|f16x2|bf16x2"
 
 
 def _halves(kind: str, op: str) -> Callable[[Array, Array], Array]:
     """The operation on one or two 16-bit floats in a word."""
     name = kind.removesuffix("x2")
-    table = _TABLES[name]
+    table = TABLES[name]
 
     def apply(old: Array, value: Array) -> Array:
         x = np.ascontiguousarray(old).view(np.uint16)
@@ -43,7 +44,7 @@ def _halves(kind: str, op: str) -> Callable[[Array, Array], Array]:
     return apply
 
 
-def _operation(op: str, kind: str) -> Callable[..., Array]:
+def operation(op: str, kind: str) -> Callable[..., Array]:
     if kind in ("f16", "bf16", "f16x2", "bf16x2"):
         return _halves(kind, op)
     table: dict[str, Callable[..., Any]] = {
@@ -69,7 +70,7 @@ def perform(
     w: Any, i: Index, space: str, address: Array, size: int, kind: str, op: str, values: list[Array], want: bool
 ) -> Array | None:
     """Applies the operation at every thread's address; gives the values found there if wanted."""
-    apply = _operation(op, kind)
+    apply = operation(op, kind)
     view = VIEW[kind]
     parts = memory.locate(w, i, space, address, size)
     old = np.empty(address.size, view) if want else None
@@ -101,7 +102,9 @@ def _serve(w: Any, cells: Array, items: Array, values: list[Array], apply: Calla
     """One round for each rank among the threads that share a cell."""
     found = np.empty(items.size, cells.dtype)
     shuffled = w.schedule.shuffle(items.size)
-    order = np.argsort(items, kind="stable") if shuffled is None else shuffled[np.argsort(items[shuffled], kind="stable")]
+    order = np.argsort(items if shuffled is None else items[shuffled], kind="stable")
+    if shuffled is not None:
+        order = shuffled[order]
     ordered = items[order]
     fresh = np.concatenate(([True], ordered[1:] != ordered[:-1]))
     starts = np.flatnonzero(fresh)
@@ -140,7 +143,9 @@ def _build(b: Lowering, m: Modifiers, returns: bool) -> Step:
     return step
 
 
-def _vector(b: Lowering, m: Modifiers, target: ptx.Operand | None, address: Any, source: ptx.Operand, count: int) -> Step:
+def _vector(
+    b: Lowering, m: Modifiers, target: ptx.Operand | None, address: Any, source: ptx.Operand, count: int
+) -> Step:
     """`.v2`, `.v4`, `.v8`: one atomic operation for each element."""
     kind = m.type
     size = VIEW[kind].itemsize
@@ -186,13 +191,13 @@ for _form in (*(f for f in _INTEGER_FORMS if "exch" not in f), "op=and|or|xor ty
 
 
 @instruction(f"red {_SEM} {_SCOPE} space?=global op=add {_HINT} vec=v2|v4 .f32")
-@instruction(f"red {_SEM} {_SCOPE} space?=global op=add|min|max .noftz {_HINT} vec=v2|v4|v8 type=f16|bf16|f16x2|bf16x2")
+@instruction(f"red {_SEM} {_SCOPE} space?=global op=add|min|max .noftz {_HINT} {_VECTOR}")
 def red_vector(b: Lowering, m: Modifiers) -> Step:
     return _build(b, m if m.type else _with_type(m, "f32"), returns=False)
 
 
 @instruction(f"atom {_SEM} {_SCOPE} space?=global op=add {_HINT} vec=v2|v4 .f32")
-@instruction(f"atom {_SEM} {_SCOPE} space?=global op=add|min|max .noftz {_HINT} vec=v2|v4|v8 type=f16|bf16|f16x2|bf16x2")
+@instruction(f"atom {_SEM} {_SCOPE} space?=global op=add|min|max .noftz {_HINT} {_VECTOR}")
 def atom_vector(b: Lowering, m: Modifiers) -> Step:
     return _build(b, m if m.type else _with_type(m, "f32"), returns=True)
 

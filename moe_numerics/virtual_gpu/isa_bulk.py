@@ -1,8 +1,9 @@
-"""Bulk and tensor copies, their groups, and tensor maps (PTX ISA 9.7.9.25 to 9.7.9.28)."""
+"""Bulk and tensor copies and their groups (PTX ISA 9.7.9.25 to 9.7.9.27)."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 from . import memory, ptx, tensor_map
 from .asynchronous import Operation, unique_rows
 from .errors import Fault
-from .isa_atomic import _operation
+from .isa_atomic import operation as atomic_operation
 from .isa_mbarrier import barrier_offsets
 from .lowering import VIEW, Lowering, Read
 from .memory import RANK_SHIFT, SHARED_WINDOW, Array
@@ -19,7 +20,10 @@ from .registry import Index, Modifiers, Step, instruction
 
 _HINT = "hint?=L2::cache_hint"
 _CTA_GROUP = "group?=cta_group::1|cta_group::2"
-_LOAD = f"mode?=tile .mbarrier::complete_tx::bytes multicast?=multicast::cluster {_CTA_GROUP} {_HINT} late?=cta_group::1|cta_group::2"
+_LOAD = (
+    f"mode?=tile .mbarrier::complete_tx::bytes multicast?=multicast::cluster {_CTA_GROUP} {_HINT} "
+    "late?=cta_group::1|cta_group::2"
+)
 _DIMENSIONS = "dim=1d|2d|3d|4d|5d"
 
 
@@ -69,6 +73,10 @@ def _pieces(w: Any) -> Array:
     return w.shared_region.buffer.reshape(-1, 16)
 
 
+def _snapshot(w: Any, pieces: Array) -> Callable[[], Array]:
+    return lambda: _pieces(w)[pieces >> 4].copy()
+
+
 def _write_pieces(w: Any, pieces: Array, data: Array) -> None:
     _pieces(w)[pieces >> 4] = data.reshape(-1, 16)
     if w.shared_region.shadow is not None:
@@ -82,7 +90,9 @@ def _blocks(w: Any, thread: int, mask: int | None) -> list[int]:
         return [block]
     first = int(w.cluster_start[block])
     if mask >> w.launch.cluster_size:
-        raise Fault("cluster", f"multicast mask {mask:#x} names blocks past the cluster's {w.launch.cluster_size}", thread)
+        raise Fault(
+            "cluster", f"multicast mask {mask:#x} names blocks past the cluster's {w.launch.cluster_size}", thread
+        )
     return [first + r for r in range(w.launch.cluster_size) if mask >> r & 1]
 
 
@@ -153,7 +163,7 @@ def _start_load(
     w.pending.issue(Operation(lambda: tensor_map.load_box(w, described, at), write, w.current))
 
 
-def _warp_issue(w: Any, i: Index, columns: list[Array]) -> Array:
+def warp_issue(w: Any, i: Index, columns: list[Array]) -> Array:
     """Positions of the copies to start: lanes of a warp that ask for the same copy start it once."""
     warps = w.warp if i is None else w.warp[i]
     return unique_rows([warps, *columns])
@@ -169,7 +179,7 @@ def _store(b: Lowering, m: Modifiers, put: Callable[..., None]) -> Step:
         where = [c(w, i) for c in coordinates]
         sources, maps = source(w, i), map_of(w, i)
         warps = w.warp if i is None else w.warp[i]
-        for k in _warp_issue(w, i, [sources, maps, *(c.view(np.uint32) for c in where)]).tolist():
+        for k in warp_issue(w, i, [sources, maps, *(c.view(np.uint32) for c in where)]).tolist():
             t = int(threads[k])
             described = fetch_map(w, int(maps[k]), t)
             if described.rank != rank:
@@ -179,11 +189,7 @@ def _store(b: Lowering, m: Modifiers, put: Callable[..., None]) -> Step:
             pieces = spread(start, int(sources[k]), described.box_bytes, described.swizzle)
             _check_source(w, t, pieces)
             w.launch.traffic("global", "written", described.box_bytes)
-            operation = Operation(
-                lambda pieces=pieces: _pieces(w)[pieces >> 4].copy(),
-                lambda data, d=described, at=at: put(w, d, at, data),
-                w.current,
-            )
+            operation = Operation(_snapshot(w, pieces), functools.partial(put, w, described, at), w.current)
             if w.tracker is not None:
                 operation.done.append(w.tracker.async_read(w, t, pieces))
             same = threads[(warps == warps[k]) & (sources == sources[k])]
@@ -198,7 +204,9 @@ def _check_source(w: Any, thread: int, pieces: Array) -> None:
         known = w.shared_region.shadow.reshape(-1, 16)[pieces >> 4]
         if not known.all():
             bad = int(pieces[np.flatnonzero(~known.all(axis=1))[0]])
-            raise Fault("uninitialised", "a copy reads shared memory before it was written", thread, bad % w.shared_stride)
+            raise Fault(
+                "uninitialised", "a copy reads shared memory before it was written", thread, bad % w.shared_stride
+            )
 
 
 @instruction(f"cp .async .bulk .tensor {_DIMENSIONS} .global .shared::cta mode?=tile .bulk_group {_HINT}")
@@ -213,7 +221,7 @@ def tensor_store(b: Lowering, m: Modifiers) -> Step:
 def tensor_reduce(b: Lowering, m: Modifiers) -> Step:
     def put(w: Any, described: tensor_map.TensorMap, at: tuple[int, ...], data: Array) -> None:
         kind = tensor_map.ELEMENT_TYPE.get(described.kind, "u32")
-        tensor_map.reduce_box(w, described, at, data.reshape(-1), VIEW[kind], _operation(m.op, kind))
+        tensor_map.reduce_box(w, described, at, data.reshape(-1), VIEW[kind], atomic_operation(m.op, kind))
 
     return _store(b, m, put)
 
@@ -263,11 +271,13 @@ def bulk_load(b: Lowering, m: Modifiers) -> Step:
                     w.mbarriers.complete(into, n, t)
 
             w.launch.traffic("global", "read", n)
-            w.pending.issue(
-                Operation(lambda base=base, n=n: np.frombuffer(ctypes.string_at(base, n), np.uint8), write, w.current)
-            )
+            w.pending.issue(Operation(functools.partial(_global_bytes, base, n), write, w.current))
 
     return step
+
+
+def _global_bytes(base: int, size: int) -> Array:
+    return np.frombuffer(ctypes.string_at(base, size), np.uint8)
 
 
 def _check_bulk(thread: int, target: int, source: int, size: int) -> None:
@@ -293,13 +303,12 @@ def bulk_across(b: Lowering, m: Modifiers) -> Step:
             into, origin = _shared_span(w, t, target, n), _shared_span(w, t, start, n)
             pieces, signal = spread(origin, 0, n, 0), int(signals[k])
             _check_source(w, t, pieces)
-            operation = Operation(
-                lambda pieces=pieces: _pieces(w)[pieces >> 4].copy(),
-                lambda data, into=into, n=n, signal=signal, t=t: (
-                    _write_pieces(w, spread(into, 0, n, 0), data), w.mbarriers.complete(signal, n, t)
-                ),
-                w.current,
-            )  # fmt: skip
+
+            def write(data: Array, into: int = into, n: int = n, signal: int = signal, t: int = t) -> None:
+                _write_pieces(w, spread(into, 0, n, 0), data)
+                w.mbarriers.complete(signal, n, t)
+
+            operation = Operation(_snapshot(w, pieces), write, w.current)
             agent = w.mbarriers.get(signal, t, "a bulk copy's completion").agent
             if w.tracker is not None:
                 operation.done.append(w.tracker.async_read(w, t, pieces))
@@ -323,7 +332,8 @@ def bulk_store(b: Lowering, m: Modifiers) -> Step:
             pieces = spread(_shared_span(w, t, int(sources[k]), n), 0, n, 0)
             _check_source(w, t, pieces)
             one = np.array([t])
-            for region, _, _ in memory.locate(w, np.array([t, t]), "global", np.array([target, target + n - 16], np.uint64), 16):
+            ends = np.array([target, target + n - 16], np.uint64)
+            for region, _, _ in memory.locate(w, np.array([t, t]), "global", ends, 16):
                 memory.check_writable(region, one, None, np.array([target], np.uint64))
 
             def write(data: Array, target: int = target, one: Array = one) -> None:
@@ -332,7 +342,7 @@ def bulk_store(b: Lowering, m: Modifiers) -> Step:
                 for region, offsets, where in memory.locate(w, np.repeat(one, words.size), "global", addresses, 8):
                     region.store(offsets >> 3, 8, words if where is None else words[where])
 
-            operation = Operation(lambda pieces=pieces: _pieces(w)[pieces >> 4].copy(), write, w.current)
+            operation = Operation(_snapshot(w, pieces), write, w.current)
             if w.tracker is not None:
                 operation.done.append(w.tracker.async_read(w, t, pieces))
             w.launch.traffic("global", "written", n)
@@ -360,169 +370,5 @@ def bulk_wait(b: Lowering, m: Modifiers) -> Step:
             w.pending.force(w.bulk_groups.peek(threads, count), reads_only=True)
         else:
             w.pending.force(w.bulk_groups.due(threads, count))
-
-    return step
-
-
-# -- non-bulk asynchronous copies ------------------------------------------------------------------------------------
-
-
-@instruction(
-    f"cp .async cop=ca|cg space=shared|shared::cta .global {_HINT} l2?=L2::64B|L2::128B|L2::256B"
-)
-def copy(b: Lowering, m: Modifiers) -> Step:
-    destination, source = b.address(b.operands[0]), b.address(b.operands[1])
-    size_operand = b.operands[2]
-    if not isinstance(size_operand, ptx.Imm) or int(size_operand.value) not in (4, 8, 16):
-        raise b.fail("cp.async copies 4, 8 or 16 bytes")
-    size = int(size_operand.value)
-    keep = b.full(b.read(b.operands[3], "u32")) if len(b.operands) > 3 else None
-
-    def step(w: Any, i: Index) -> None:
-        threads = w.index(i)
-        wide = min(size, 8)
-        count = size // wide
-        targets, sources = destination(w, i), source(w, i)
-        sizes = None if keep is None else keep(w, i)
-        wanted = np.ones(threads.size, bool) if sizes is None else sizes > 0
-        memory.locate(w, i, "shared", targets, size)
-
-        def read() -> list[Array]:
-            values = [np.zeros(threads.size, np.uint64 if wide == 8 else np.uint32) for _ in range(count)]
-            if wanted.any():
-                chosen = np.flatnonzero(wanted)
-                for v, got in zip(values, memory.load(w, threads[chosen], "global", sources[chosen], wide, count), strict=True):
-                    v[chosen] = got
-            if sizes is not None:
-                for n, v in enumerate(values):
-                    left = np.clip(sizes.astype(np.int64) - n * wide, 0, wide)
-                    mask = np.where(left >= 8, ~np.uint64(0), (np.uint64(1) << (left * 8).astype(np.uint64)) - np.uint64(1))
-                    v &= mask.astype(v.dtype)
-            return values
-
-        operation = Operation(
-            read, lambda values: memory.store(w, threads, "shared", targets, wide, values), w.current
-        )
-        w.copy_groups.add(threads, operation)
-        w.pending.issue(operation)
-
-    return step
-
-
-@instruction("cp .async .commit_group")
-def copy_commit(b: Lowering, m: Modifiers) -> Step:
-    return lambda w, i: w.copy_groups.commit(w.index(i))
-
-
-@instruction("cp .async .wait_group")
-@instruction("cp .async .wait_all")
-def copy_wait(b: Lowering, m: Modifiers) -> Step:
-    count = int(b.operands[0].value) if b.operands and isinstance(b.operands[0], ptx.Imm) else 0
-    everything = not b.operands
-
-    def step(w: Any, i: Index) -> None:
-        threads = w.index(i)
-        if everything:
-            w.copy_groups.commit(threads)
-        w.pending.force(w.copy_groups.due(threads, count))
-
-    return step
-
-
-@instruction("cp .async .mbarrier .arrive .noinc? space?=shared|shared::cta .b64")
-def copy_arrive(b: Lowering, m: Modifiers) -> Step:
-    """The arrival happens when the thread's earlier copies are over."""
-    address = b.address(b.operands[0])
-
-    def step(w: Any, i: Index) -> None:
-        threads = w.index(i)
-        for t, offset in zip(threads.tolist(), barrier_offsets(w, i, address(w, i)).tolist(), strict=True):
-            if not m.noinc:
-                w.mbarriers.get(offset, t, "cp.async.mbarrier.arrive").pending += 1
-            w.copy_groups.commit(np.array([t]))
-            earlier = w.copy_groups.peek(np.array([t]), 0)
-
-            def write(_: Any, earlier: Any = earlier, offset: int = offset, t: int = t) -> None:
-                for operation in earlier:
-                    operation.finish()
-                w.mbarriers.arrive(offset, 1, t)
-
-            w.pending.issue(Operation(lambda: None, write, w.current))
-
-    return step
-
-
-# -- tensor maps on the device ---------------------------------------------------------------------------------------
-
-_FIELDS = "field=global_address|rank|box_dim|global_dim|global_stride|element_stride|elemtype|interleave_layout|swizzle_mode|fill_mode"
-
-
-@instruction(f"tensormap .replace mode?=tile {_FIELDS} space=global|shared::cta .b1024 type=b32|b64")
-def replace(b: Lowering, m: Modifiers) -> Step:
-    space = "shared" if m.space.startswith("shared") else "global"
-    address = b.address(b.operands[0])
-    ordinal = 0
-    value_operand = b.operands[1]
-    if m.field in ("box_dim", "global_dim", "global_stride", "element_stride"):
-        if not isinstance(b.operands[1], ptx.Imm):
-            raise b.fail("tensormap.replace needs an immediate dimension")
-        ordinal = int(b.operands[1].value)
-        value_operand = b.operands[2]
-    value = b.full(b.read(value_operand, m.type))
-
-    def step(w: Any, i: Index) -> None:
-        at, new = address(w, i), value(w, i).astype(np.uint64)
-
-        def word(n: int) -> Array:
-            return memory.load(w, i, space, at + np.uint64(4 * n), 4, 1)[0]
-
-        def put(n: int, values: Array) -> None:
-            memory.store(w, i, space, at + np.uint64(4 * n), 4, [values.astype(np.uint32)])
-
-        def bits(n: int, shift: int, width: int, values: Array) -> None:
-            mask = np.uint32(((1 << width) - 1) << shift)
-            put(n, (word(n) & ~mask) | ((values.astype(np.uint32) << np.uint32(shift)) & mask))
-
-        if m.field == "global_address":
-            put(0, new & np.uint64(0xFFFFFFFF))
-            put(1, new >> np.uint64(32))
-        elif m.field == "global_dim":
-            put(8 + ordinal, new - np.uint64(1))
-        elif m.field == "global_stride":
-            put(3 + ordinal, (new >> np.uint64(4)) & np.uint64(0xFFFFFFFF))
-            bits(7, 4 * ordinal, 4, (new >> np.uint64(36)) & np.uint64(15))
-        elif m.field == "box_dim":
-            if ordinal == 0:
-                bits(13, 24, 8, new - np.uint64(1))
-            else:
-                bits(14, 8 * (ordinal - 1), 8, new - np.uint64(1))
-        elif m.field == "rank":
-            bits(2, 4, 3, new)
-        elif m.field == "swizzle_mode":
-            bits(2, 13, 2, new)
-        elif m.field == "elemtype":
-            bits(2, 7, 4, new)
-        elif np.any(new != (1 if m.field == "element_stride" else 0)):
-            raise Fault("tensor_map", f"tensormap.replace of {m.field} by {int(new[0])} is not modelled", int(w.index(i)[0]))
-
-    return step
-
-
-@instruction("fence .proxy kind=tensormap::generic sem=acquire|release scope=cta|cluster|gpu|sys")
-@instruction("tensormap .cp_fenceproxy .global .shared::cta .tensormap::generic .release scope=cta|cluster|gpu|sys .sync .aligned")
-def fence_map(b: Lowering, m: Modifiers) -> Step:
-    if b.ins.opcode == "fence":
-        return lambda w, i: None
-    destination, source = b.address(b.operands[0]), b.address(b.operands[1])
-
-    def step(w: Any, i: Index) -> None:
-        threads = w.index(i)
-        targets, sources = destination(w, i), source(w, i)
-        for k in _warp_issue(w, i, [targets, sources]).tolist():
-            one = threads[k : k + 1]
-            step = np.arange(32, dtype=np.uint64) * np.uint64(4)
-            many = np.repeat(one, 32)
-            values = memory.load(w, many, "shared", sources[k] + step, 4, 1)
-            memory.store(w, many, "global", targets[k] + step, 4, values)
 
     return step

@@ -69,7 +69,7 @@ def div(b: Lowering, m: Modifiers) -> Step:
 
 @instruction("rcp rnd=rn|rz|rm|rp .ftz? .f32")
 def rcp(b: Lowering, m: Modifiers) -> Step:
-    return finish(b, m, 1, lambda x: floats.div(np.float32(1), x, m.rnd))
+    return finish(b, m, 1, lambda x: floats.div(np.ones(1, np.float32), x, m.rnd))
 
 
 @instruction("sqrt rnd=rn|rz|rm|rp .ftz? .f32")

@@ -17,7 +17,7 @@ from .memory import Array
 from .narrow import FORMATS, decode, encode
 from .registry import Modifiers, Step, instruction
 
-_TABLES = {
+TABLES = {
     name: decode(np.arange(65536, dtype=np.uint32), FORMATS[name]).astype(np.float32) for name in ("f16", "bf16")
 }
 HALF = "type=f16|bf16|f16x2|bf16x2"
@@ -25,7 +25,7 @@ HALF = "type=f16|bf16|f16x2|bf16x2"
 
 def decoder(kind: str) -> Callable[[Array], Array]:
     """Float32 values of codes."""
-    table = _TABLES[kind]
+    table = TABLES[kind]
     return lambda codes: table[codes]
 
 
@@ -44,7 +44,7 @@ def lanes(kind: str) -> tuple[str, str]:
 def halves(b: Lowering, m: Modifiers, count: int, compute: Callable[..., Array], raw: bool = False) -> Step:
     """An instruction on 16-bit elements; `compute` maps float64 arrays to codes, or codes to codes (raw)."""
     kind, register = lanes(m.type)
-    table = _TABLES[kind]
+    table = TABLES[kind]
 
     def step(*v: Any) -> Array:
         shape = np.broadcast_shapes(*(np.shape(x) for x in v))
@@ -62,7 +62,7 @@ def _after(m: Modifiers, kind: str) -> Callable[[Array], Array]:
     nan = np.uint16(fmt.nan or 0)
 
     def adjust(codes: Array) -> Array:
-        value = _TABLES[kind][codes]
+        value = TABLES[kind][codes]
         if m.ftz and kind == "f16":
             small = (value != 0) & (np.abs(value) < np.float32(2.0**-14))
             codes = np.where(small, codes & np.uint16(0x8000), codes)

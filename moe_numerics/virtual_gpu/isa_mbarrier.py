@@ -52,7 +52,8 @@ def arrivals(w: Any, i: Index, offsets: Array, counts: Array, expects: Array | N
     """Arrivals of a fragment, grouped by barrier where they are alike; gives each thread's phase."""
     threads = w.index(i)
     phases = np.zeros(threads.size, np.uint64)
-    table = np.stack((offsets, counts.astype(np.int64), np.zeros_like(offsets) if expects is None else expects.astype(np.int64)))
+    announced = np.zeros_like(offsets) if expects is None else expects.astype(np.int64)
+    table = np.stack((offsets, counts.astype(np.int64), announced))
     rows, inverse = np.unique(table, axis=1, return_inverse=True)
     inverse = inverse.reshape(-1)
     for n in range(rows.shape[1]):

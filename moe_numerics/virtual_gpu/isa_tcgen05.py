@@ -1,34 +1,27 @@
-"""`tcgen05`: tensor memory and fifth-generation matrix products (PTX ISA 9.7.16), on sm_100a.
+"""`tcgen05`: tensor memory, copies into it and commits (PTX ISA 9.7.16), on sm_100a.
 
-The arithmetic is `moe_numerics.reference.tensor_core`. Operations that one thread issues happen in their order: a copy
-into tensor memory after what was issued before it has read, a product after the copies before it. Layouts of
-accumulators and block scales are those that CUTLASS's kernels use; no silicon was involved.
+Operations that one thread issues happen in their order: a copy into tensor memory after what was issued before it has
+read, a product after the copies before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-
-from moe_numerics.reference import tensor_core
 
 from . import ptx
 from .asynchronous import Operation
 from .errors import Fault
 from .isa_mbarrier import barrier_offsets
-from .isa_wgmma import operand, shared_operand
 from .lowering import Lowering
 from .memory import Array, locate
 from .registry import Index, Modifiers, Step, instruction
-from .tensor_memory_layout import Descriptor, pieces, read_tile, tcgen05_descriptor
+from .tensor_memory_layout import pieces, read_tile, tcgen05_descriptor
 
 _EVERY_LANE = np.uint32(0xFFFFFFFF)
-_GROUP = "group=cta_group::1|cta_group::2"
-_SM100 = ("sm_100a",)
+GROUP = "group=cta_group::1|cta_group::2"
+SM100 = ("sm_100a",)
 
 
 def _all_lanes(b: Lowering) -> None:
@@ -45,7 +38,7 @@ def _warps(w: Any, i: Index) -> Array:
 # -- allocation -------------------------------------------------------------------------------------------------------
 
 
-@instruction(f"tcgen05 .alloc {_GROUP} .sync .aligned space?=shared::cta .b32", kind="sync", features=_SM100)
+@instruction(f"tcgen05 .alloc {GROUP} .sync .aligned space?=shared::cta .b32", kind="sync", features=SM100)
 def alloc(b: Lowering, m: Modifiers) -> Step:
     _all_lanes(b)
     address = b.address(b.operands[0])
@@ -56,7 +49,11 @@ def alloc(b: Lowering, m: Modifiers) -> Step:
         where, columns = address(w, i), count(w, i)
         for t in _warps(w, i).tolist():
             k = int(np.searchsorted(threads, t))
-            start = w.tensor_memory.allocate(int(w.block[t]), int(columns[k]), t, w.line)
+            block, wanted = int(w.block[t]), int(columns[k])
+            if m.group == "cta_group::2":
+                start = w.tensor_memory.allocate_pair(block, blocks_of(w, t, m.group)[0], wanted, t, w.line)
+            else:
+                start = w.tensor_memory.allocate(block, wanted, t, w.line)
             one = np.array([t])
             ((region, offsets, _),) = locate(w, one, "shared", where[k : k + 1], 4)
             if w.tracker is not None:
@@ -66,7 +63,7 @@ def alloc(b: Lowering, m: Modifiers) -> Step:
     return step
 
 
-@instruction(f"tcgen05 .dealloc {_GROUP} .sync .aligned .b32", kind="sync", features=_SM100)
+@instruction(f"tcgen05 .dealloc {GROUP} .sync .aligned .b32", kind="sync", features=SM100)
 def dealloc(b: Lowering, m: Modifiers) -> Step:
     _all_lanes(b)
     address = b.full(b.read(b.operands[0], "u32"))
@@ -82,7 +79,7 @@ def dealloc(b: Lowering, m: Modifiers) -> Step:
     return step
 
 
-@instruction(f"tcgen05 .relinquish_alloc_permit {_GROUP} .sync .aligned", kind="sync", features=_SM100)
+@instruction(f"tcgen05 .relinquish_alloc_permit {GROUP} .sync .aligned", kind="sync", features=SM100)
 def relinquish(b: Lowering, m: Modifiers) -> Step:
     _all_lanes(b)
 
@@ -132,12 +129,12 @@ def _place(w: Any, i: Index, address: Array, lanes: Array, columns: Array) -> An
         yield t, slice(k, k + 32), int(w.block[t]), lanes + lane, columns + column
 
 
-@instruction(f"tcgen05 .ld .sync .aligned {_SHAPES} {_NUMBER} .b32", kind="sync", features=_SM100)
+@instruction(f"tcgen05 .ld .sync .aligned {_SHAPES} {_NUMBER} .b32", kind="sync", features=SM100)
 def load(b: Lowering, m: Modifiers) -> Step:
     """Synchronous: compiled kernels leave out the wait where registers are used at once."""
     _all_lanes(b)
     writes = [b.write(o, "b32") for o in b.items(b.operands[0])]
-    address = b.full(_tensor_address(b, b.operands[1]))
+    address = b.full(tensor_address(b, b.operands[1]))
     lanes, columns = cells(m.shape, int(m.num[1:]))
     if len(writes) != lanes.shape[1]:
         raise b.fail(f"`{b.ins.name}` needs {lanes.shape[1]} registers, found {len(writes)}")
@@ -155,10 +152,10 @@ def load(b: Lowering, m: Modifiers) -> Step:
     return step
 
 
-@instruction(f"tcgen05 .st .sync .aligned {_SHAPES} {_NUMBER} .b32", kind="sync", features=_SM100)
+@instruction(f"tcgen05 .st .sync .aligned {_SHAPES} {_NUMBER} .b32", kind="sync", features=SM100)
 def store(b: Lowering, m: Modifiers) -> Step:
     _all_lanes(b)
-    address = b.full(_tensor_address(b, b.operands[0]))
+    address = b.full(tensor_address(b, b.operands[0]))
     reads = [b.full(b.read(o, "b32")) for o in b.items(b.operands[1])]
     lanes, columns = cells(m.shape, int(m.num[1:]))
     if len(reads) != lanes.shape[1]:
@@ -175,7 +172,7 @@ def store(b: Lowering, m: Modifiers) -> Step:
     return step
 
 
-def _tensor_address(b: Lowering, o: ptx.Operand) -> Any:
+def tensor_address(b: Lowering, o: ptx.Operand) -> Any:
     """A tensor memory address in brackets: 32 bits."""
     if isinstance(o, ptx.Address) and isinstance(o.base, ptx.Reg):
         read = b.read(o.base, "u32")
@@ -184,13 +181,13 @@ def _tensor_address(b: Lowering, o: ptx.Operand) -> Any:
     raise b.fail(f"`{b.ins.name}` needs `[register]` as an address of tensor memory")
 
 
-@instruction("tcgen05 what=wait::ld|wait::st .sync .aligned", kind="sync", features=_SM100)
+@instruction("tcgen05 what=wait::ld|wait::st .sync .aligned", kind="sync", features=SM100)
 def wait(b: Lowering, m: Modifiers) -> Step:
     _all_lanes(b)
     return lambda w, i: None
 
 
-@instruction("tcgen05 what=fence::before_thread_sync|fence::after_thread_sync", features=_SM100)
+@instruction("tcgen05 what=fence::before_thread_sync|fence::after_thread_sync", features=SM100)
 def fence(b: Lowering, m: Modifiers) -> Step:
     return lambda w, i: None
 
@@ -198,14 +195,14 @@ def fence(b: Lowering, m: Modifiers) -> Step:
 # -- asynchronous operations ------------------------------------------------------------------------------------------
 
 
-def _queue(w: Any, thread: int) -> list[Operation]:
+def queue(w: Any, thread: int) -> list[Operation]:
     """Unfinished operations that a thread has issued, in order."""
     waiting = [o for o in w.tensor_queues.get(thread, []) if not o.finished]
     w.tensor_queues[thread] = waiting
     return waiting
 
 
-def _blocks(w: Any, thread: int, group: str) -> list[int]:
+def blocks_of(w: Any, thread: int, group: str) -> list[int]:
     """The blocks that an operation acts in: the thread's own, or its pair."""
     block = int(w.block[thread])
     if group == "cta_group::1":
@@ -219,10 +216,10 @@ def _blocks(w: Any, thread: int, group: str) -> list[int]:
 _COPY = {"128x256b": (128, 32), "128x128b": (128, 16), "32x128b": (32, 16)}
 
 
-@instruction(f"tcgen05 .cp {_GROUP} shape=128x256b|128x128b", features=_SM100)
-@instruction(f"tcgen05 .cp {_GROUP} shape=32x128b .warpx4", features=_SM100)
+@instruction(f"tcgen05 .cp {GROUP} shape=128x256b|128x128b", features=SM100)
+@instruction(f"tcgen05 .cp {GROUP} shape=32x128b .warpx4", features=SM100)
 def copy(b: Lowering, m: Modifiers) -> Step:
-    address = b.full(_tensor_address(b, b.operands[0]))
+    address = b.full(tensor_address(b, b.operands[0]))
     descriptor = b.full(b.read(b.operands[1], "b64"))
     rows, width = _COPY[m.shape]
 
@@ -233,8 +230,8 @@ def copy(b: Lowering, m: Modifiers) -> Step:
             column = int(targets[k]) & 0xFFFF
             described = tcgen05_descriptor(int(descriptors[k]))
             where = pieces(described, rows, width, False)
-            blocks = _blocks(w, t, m.group)
-            earlier = _queue(w, t)
+            blocks = blocks_of(w, t, m.group)
+            earlier = queue(w, t)
             for block in blocks:
                 w.tensor_memory.check(block, 0, 128, column, width // 4, t)
 
@@ -242,8 +239,9 @@ def copy(b: Lowering, m: Modifiers) -> Step:
                 return [read_tile(w, block, where, t)[0].reshape(rows, -1) for block in blocks]
 
             def write(
-                data: list[Array], blocks: list[int] = blocks, column: int = column, earlier: list[Operation] = earlier
-            ) -> None:
+                data: list[Array], blocks: list[int] = blocks, column: int = column,
+                earlier: list[Operation] = earlier,
+            ) -> None:  # fmt: skip
                 for o in earlier:
                     if o.chain is None:
                         o.finish()
@@ -267,8 +265,10 @@ def copy(b: Lowering, m: Modifiers) -> Step:
     return step
 
 
-@instruction(f"tcgen05 .commit {_GROUP} .mbarrier::arrive::one space?=shared::cluster multicast?=multicast::cluster .b64",
-             features=_SM100)  # fmt: skip
+_ARRIVE = ".mbarrier::arrive::one space?=shared::cluster multicast?=multicast::cluster .b64"
+
+
+@instruction(f"tcgen05 .commit {GROUP} {_ARRIVE}", features=SM100)
 def commit(b: Lowering, m: Modifiers) -> Step:
     address = b.address(b.operands[0])
     mask = b.full(b.read(b.operands[1], "u16")) if m.multicast else None
@@ -277,7 +277,7 @@ def commit(b: Lowering, m: Modifiers) -> Step:
         offsets = barrier_offsets(w, i, address(w, i))
         masks = None if mask is None else mask(w, i)
         for k, t in enumerate(w.index(i).tolist()):
-            earlier = _queue(w, t)
+            earlier = queue(w, t)
             covered = w.tensor_uncommitted.pop(t, [])
             block = int(w.block[t])
             targets = [int(offsets[k])]
@@ -307,286 +307,3 @@ def commit(b: Lowering, m: Modifiers) -> Step:
             w.pending.issue(operation)
 
     return step
-
-
-@dataclass(frozen=True)
-class Product:
-    """What a `tcgen05.mma` multiplies, from its instruction descriptor (PTX ISA 9.7.16.4.2)."""
-
-    rows: int
-    columns: int
-    a: str
-    b: str
-    half: bool
-    negate_a: bool
-    negate_b: bool
-    transpose_a: bool
-    transpose_b: bool
-    model: str
-    block: int
-    scale_id_a: int
-    scale_id_b: int
-
-    @property
-    def row_bytes(self) -> int:
-        return 32
-
-
-_F8 = {0: "e4m3", 1: "e5m2"}
-
-
-def product(kind: str, scaled: bool, bits: int, block: int, thread: int) -> Product:
-    """Decodes an instruction descriptor. Raises Fault for what is not modelled."""
-
-    def field(low: int, width: int) -> int:
-        return bits >> low & ((1 << width) - 1)
-
-    columns = field(17, 6) * 8
-    a, b = field(7, 3), field(10, 3)
-    if field(2, 1) or (not scaled and field(3, 1)):
-        raise Fault("descriptor", f"instruction descriptor {bits:#010x}: sparsity and saturation are not modelled", thread)
-    if kind in ("mxf8f6f4", "f8f6f4"):
-        names = {**_F8}
-        if a not in names or b not in names:
-            raise Fault("descriptor", f"instruction descriptor {bits:#010x}: 4- and 6-bit operands of {kind} are not "
-                        "modelled", thread)  # fmt: skip
-        a_name, b_name = names[a], names[b]
-    elif kind in ("mxf4", "mxf4nvf4"):
-        a_name = b_name = "e2m1"
-    elif kind == "tf32":
-        a_name = b_name = "tf32"
-    else:
-        names = {0: "f16", 1: "bf16"}
-        if a not in names or b not in names or a != b:
-            raise Fault("descriptor", f"instruction descriptor {bits:#010x}: operand types {a} and {b}", thread)
-        a_name, b_name = names[a], names[b]
-    half = not scaled and field(4, 2) == 0
-    if scaled:
-        rows = field(27, 2) * 128
-        ue8m0 = bool(field(23, 1))
-        if kind == "mxf8f6f4":
-            model, size = "sm_100.mxf8f6f4", 32
-        elif kind == "mxf4" or (ue8m0 and block == 32):
-            model, size = "sm_100.mxf4", 32
-        else:
-            model, size = ("sm_100.mxf4nvf4_e8m0" if ue8m0 else "sm_100.mxf4nvf4"), 16
-        return Product(
-            rows, columns, a_name, b_name, False, bool(field(13, 1)), bool(field(14, 1)), bool(field(15, 1)),
-            bool(field(16, 1)), model, size, field(29, 2), field(4, 2),
-        )  # fmt: skip
-    model = {"f16": f"sm_100.{a_name}", "tf32": "sm_100.tf32", "f8f6f4": "sm_100.f8f6f4"}[kind]
-    return Product(
-        field(24, 5) * 16, columns, a_name, b_name, half, bool(field(13, 1)), bool(field(14, 1)), bool(field(15, 1)),
-        bool(field(16, 1)), f"{model}_f16acc" if half else model, 0, 0, 0,
-    )  # fmt: skip
-
-
-def accumulator(p: Product, paired: bool) -> tuple[Array, Array, int]:
-    """Lane and column of accumulator element [row, column] of one block, and the block's rows."""
-    rows = p.rows // 2 if paired else p.rows
-    r, c = np.arange(rows)[:, None], np.arange(p.columns)[None, :]
-    if rows == 128:
-        return r + 0 * c, c + 0 * r, rows
-    if rows != 64:
-        raise Fault("descriptor", f"M = {p.rows} is no shape of tcgen05.mma")
-    if paired:
-        half = p.columns // 2
-        return r + 64 * (c >= half), c % half + 0 * r, rows
-    return r // 16 * 32 + r % 16 + 0 * c, c + 0 * r, rows
-
-
-def _tile(w: Any, block: int, described: Descriptor, rows: int, kind: str, transposed: bool, thread: int) -> Array:
-    raw, _ = read_tile(w, block, pieces(described, rows, 32, transposed), thread)
-    return shared_operand(raw, kind, transposed)
-
-
-def _scales(w: Any, block: int, address: int, rows: int, p: Product, identity: int, thread: int) -> Array:
-    """Scale codes [rows, scales of one instruction] from tensor memory."""
-    column = address & 0xFFFF
-    r = np.arange(rows)
-    words = w.tensor_memory.words[block, r % 32, column + r // 32]
-    w.tensor_memory.check_written(block, r % 32, column + r // 32, thread)
-    codes = words[:, None].view(np.uint8).reshape(rows, 4)
-    if p.model == "sm_100.mxf8f6f4":
-        return codes[:, identity : identity + 1]
-    if p.block == 32:
-        return codes[:, 2 * (identity // 2) : 2 * (identity // 2) + 2]
-    return codes
-
-
-def _codes(raw: Array, kind: str) -> torch.Tensor:
-    """Operand values or codes, one each: packed 4-bit codes are taken apart."""
-    if kind != "e2m1":
-        return operand(kind, raw)
-    both = np.stack((raw & 15, raw >> 4), axis=-1)
-    return torch.from_numpy(np.ascontiguousarray(both.reshape(*raw.shape[:-1], -1)))
-
-
-@dataclass
-class Chain:
-    """Identity of a product for chaining: later ones onto the same accumulator add to it."""
-
-    product: Product
-    target: int
-    blocks: tuple[int, ...]
-    adds: bool
-
-
-def _mma(b: Lowering, m: Modifiers, kind: str, scaled: bool, block_size: int) -> Step:
-    target = b.full(_tensor_address(b, b.operands[0]))
-    a_operand = b.operands[1]
-    from_tensor = isinstance(a_operand, ptx.Address)
-    a_read = b.full(_tensor_address(b, a_operand)) if from_tensor else b.full(b.read(a_operand, "b64"))
-    b_read = b.full(b.read(b.operands[2], "b64"))
-    descriptor = b.full(b.read(b.operands[3], "b32"))
-    rest = list(b.operands[4:])
-    scale_reads: list[Any] = []
-    masks: list[Any] = []
-    if scaled:
-        scale_reads = [b.full(_tensor_address(b, o)) for o in rest[:2]]
-        rest = rest[2:]
-    if rest and isinstance(rest[0], ptx.Vector):
-        masks = [b.full(b.read(o, "b32")) for o in rest[0].items]
-        rest = rest[1:]
-    if len(rest) != 1:
-        raise b.fail(f"`{b.ins.name}`: scaling of the accumulator is not modelled")
-    adds = b.full(b.read(rest[0], "pred"))
-    paired = m.group == "cta_group::2"
-
-    def step(w: Any, i: Index) -> None:
-        threads = w.index(i)
-        columns = [r(w, i) for r in (target, a_read, b_read, descriptor, adds)]
-        scales = [r(w, i) for r in scale_reads]
-        off = [r(w, i) for r in masks]
-        for k, t in enumerate(threads.tolist()):
-            d, a_bits, b_bits, bits = (int(c[k]) for c in columns[:4])
-            p = product(kind, scaled, bits, block_size, t)
-            _issue(
-                w, t, p, d, a_bits, b_bits, from_tensor, bool(columns[4][k]), tuple(int(s[k]) for s in scales),
-                [int(o[k]) for o in off], _blocks(w, t, m.group), paired,
-            )  # fmt: skip
-
-    return step
-
-
-def _issue(
-    w: Any, thread: int, p: Product, target: int, a_bits: int, b_bits: int, from_tensor: bool, adds: bool,
-    scales: tuple[int, ...], off: list[int], blocks: list[int], paired: bool,
-) -> None:  # fmt: skip
-    lane, column, rows = accumulator(p, paired)
-    start = target & 0xFFFF
-    width = int(column.max()) + 1
-    for block in blocks:
-        w.tensor_memory.check(block, 0, 128, start, width, thread)
-    a_tile = None if from_tensor else tcgen05_descriptor(a_bits)
-    b_tile = tcgen05_descriptor(b_bits)
-    b_rows = p.columns // len(blocks)
-    earlier = _queue(w, thread)
-
-    def read() -> dict[str, Any]:
-        for o in earlier:
-            if o.chain is None:
-                o.finish()
-        right = np.concatenate([_tile(w, block, b_tile, b_rows, p.b, p.transpose_b, thread) for block in blocks])
-        left = []
-        for block in blocks:
-            if a_tile is not None:
-                left.append(_tile(w, block, a_tile, rows, p.a, p.transpose_a, thread))
-                continue
-            for o in earlier:
-                o.finish()
-            at = a_bits & 0xFFFF
-            w.tensor_memory.check_written(block, slice(0, rows), slice(at, at + 8), thread)
-            left.append(np.ascontiguousarray(w.tensor_memory.words[block, :rows, at : at + 8]).view(np.uint8))
-        taken: dict[str, Any] = {"a": left, "b": right}
-        if scales:
-            taken["sa"] = [_scales(w, block, scales[0], rows, p, p.scale_id_a, thread) for block in blocks]
-            taken["sb"] = [_scales(w, block, scales[1], p.columns, p, p.scale_id_b, thread) for block in blocks]
-        return taken
-
-    def write(taken: dict[str, Any]) -> None:
-        steps = [taken]
-        first = adds
-        for o in reversed(earlier):
-            if o.finished:
-                continue
-            same = o.chain is not None and first and not any(off)
-            same = same and (o.chain.product, o.chain.target, o.chain.blocks) == (p, target, tuple(blocks))
-            if not same:
-                o.finish()
-                continue
-            o.take()
-            o.finished = True
-            steps.insert(0, o.taken)
-            first = o.chain.adds
-        for n, block in enumerate(blocks):
-            words = w.tensor_memory.words[block]
-            where = (lane, column + start)
-            before = None
-            if first:
-                w.tensor_memory.check_written(block, *where, thread)
-                before = words[where]
-            result = _multiply(p, steps, n, before)
-            if any(off):
-                mask = np.array([off[4 * n + q] >> b & 1 for q in range(4) for b in range(32)], bool)
-                result = np.where(mask[lane], words[where], result)
-            words[where] = result
-            w.tensor_memory.written[block, lane, column + start] = True
-
-    operation = Operation(read, write, w.current)
-    operation.chain = Chain(p, target, tuple(blocks), adds)
-    if w.tracker is not None:
-        span = np.arange(start, start + width)
-        for block in blocks:
-            for described, count, transposed in ((a_tile, rows, p.transpose_a), (b_tile, b_rows, p.transpose_b)):
-                if described is not None:
-                    where = pieces(described, count, 32, transposed).reshape(-1) + block * w.shared_stride
-                    operation.done.append(w.tracker.async_read(w, thread, where))
-            operation.done.append(w.tracker.tensor_product(w, thread, block, span))
-    w.tensor_queues[thread].append(operation)
-    w.tensor_uncommitted.setdefault(thread, []).append(operation)
-    w.pending.issue(operation, "product")
-
-
-def _multiply(p: Product, steps: list[dict[str, Any]], n: int, before: Array | None) -> Array:
-    """The accumulator words of one block after the products of `steps` in order."""
-    a = _codes(np.concatenate([s["a"][n] for s in steps], axis=-1), p.a)
-    b = _codes(np.concatenate([s["b"] for s in steps], axis=-1), p.b)
-    for negate, which in ((p.negate_a, "a"), (p.negate_b, "b")):
-        if negate:
-            kind = p.a if which == "a" else p.b
-            flip: Callable[[torch.Tensor], torch.Tensor] = {
-                "e2m1": lambda x: x ^ 8, "e4m3": lambda x: x ^ 0x80, "e5m2": lambda x: x ^ 0x80
-            }.get(kind, torch.neg)  # fmt: skip
-            a, b = (flip(a), b) if which == "a" else (a, flip(b))
-    c = None
-    if before is not None:
-        c = torch.from_numpy(before.astype(np.uint16).view(np.float16) if p.half else before.view(np.float32))
-    named = p.a in ("e4m3", "e5m2", "e2m1")
-    extra: dict[str, Any] = {}
-    if "sa" in steps[0]:
-        extra = {
-            "scales_a": torch.from_numpy(np.ascontiguousarray(np.concatenate([s["sa"][n] for s in steps], axis=-1))),
-            "scales_b": torch.from_numpy(np.ascontiguousarray(np.concatenate([s["sb"][n] for s in steps], axis=-1))),
-        }
-    result = tensor_core.accumulate(
-        a, b, c, p.model, a_format=p.a if named else None, b_format=p.b if named else None, **extra
-    ).numpy()
-    return result.view(np.uint16).astype(np.uint32) if p.half else result.view(np.uint32)
-
-
-_REUSE = "reuse?=collector::a::fill|collector::a::use|collector::a::lastuse|collector::a::discard"
-
-
-@instruction(f"tcgen05 .mma {_GROUP} kind=kind::f16|kind::tf32|kind::f8f6f4 {_REUSE}", features=_SM100,
-             evidence="third party")  # fmt: skip
-def mma(b: Lowering, m: Modifiers) -> Step:
-    return _mma(b, m, m.kind.removeprefix("kind::"), False, 0)
-
-
-@instruction(f"tcgen05 .mma {_GROUP} kind=kind::mxf8f6f4|kind::mxf4|kind::mxf4nvf4 .block_scale "
-             f"size?=block16|block32|scale_vec::1X|scale_vec::2X|scale_vec::4X {_REUSE}", features=_SM100,
-             evidence="third party")  # fmt: skip
-def mma_scaled(b: Lowering, m: Modifiers) -> Step:
-    sizes = {"block16": 16, "scale_vec::4X": 16, "block32": 32, "scale_vec::1X": 32, "scale_vec::2X": 32}
-    return _mma(b, m, m.kind.removeprefix("kind::"), True, sizes.get(m.size, 0))

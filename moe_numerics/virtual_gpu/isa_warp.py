@@ -33,8 +33,8 @@ def shfl(b: Lowering, m: Modifiers) -> Step:
     member_mask(b, mask_operand)
     predicate = None
     if isinstance(target, ptx.Pair):
-        target, second = target.first, target.second
-        predicate = b.write(second, "pred")
+        predicate = b.write(target.second, "pred")
+        target = target.first
     write = b.write(target, "b32")
     value = b.read(source, "b32")
     lane_of, clamp_of = b.read(lane_operand, "u32"), b.read(clamp_operand, "u32")

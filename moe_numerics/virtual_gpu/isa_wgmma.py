@@ -24,6 +24,7 @@ from .tensor_memory_layout import pieces, read_tile, wgmma_descriptor
 
 _EVERY_LANE = np.uint32(0xFFFFFFFF)
 _BITS = {"bf16": 16, "f16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
+_TYPES = "|".join(_BITS)
 _SHAPES = "|".join(f"m64n{n}k{k}" for k in (8, 16, 32) for n in range(8, 257, 8))
 
 
@@ -81,8 +82,12 @@ def _register_a(shape: Shape, registers: list[Array]) -> Array:
     return out.reshape(warps * 16, -1)
 
 
-@instruction(f"wgmma .mma_async .sync .aligned shape={_SHAPES} result=f32|f16 a=bf16|f16|tf32|e4m3|e5m2 b=bf16|f16|tf32|e4m3|e5m2",
-             kind="sync", features=("sm_90a",), evidence="silicon")  # fmt: skip
+@instruction(
+    f"wgmma .mma_async .sync .aligned shape={_SHAPES} result=f32|f16 a={_TYPES} b={_TYPES}",
+    kind="sync",
+    features=("sm_90a",),
+    evidence="silicon",
+)
 def mma(b: Lowering, m: Modifiers) -> Step:
     numbers = m.shape[4:].split("k")
     shape = Shape(int(numbers[0]), int(numbers[1]), m.a, m.b, m.result)
@@ -192,7 +197,8 @@ def _note_reads(
             if bits is a_bits:
                 quarter = (t % w.per_block) // 32 % 4
                 # Its own 16 rows, which are two pieces of eight along M in a transposed tile.
-                where = where[:, 2 * quarter : 2 * quarter + 2] if transposed else where[16 * quarter : 16 * quarter + 16]
+                mine = slice(2 * quarter, 2 * quarter + 2) if transposed else slice(16 * quarter, 16 * quarter + 16)
+                where = where[:, mine] if transposed else where[mine]
             done.append(w.tracker.async_read(w, t, where.reshape(-1) + base))
 
 

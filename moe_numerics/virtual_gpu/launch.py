@@ -10,8 +10,8 @@ import torch
 
 from . import isa  # noqa: F401  (fills the table of instructions)
 from .errors import Finding, Triple, error
-from .lowering import SHARED_START, Program, dynamic_start
 from .memory import Memory
+from .program import SHARED_START, Program, dynamic_start
 from .races import Races
 from .schedule import Schedule
 from .wave import Wave
@@ -56,11 +56,20 @@ class Launch:
     number: int = 0
     symbols: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def cluster_size(self) -> int:
+        return self.cluster[0] * self.cluster[1] * self.cluster[2]
+
+    @property
+    def explicit_cluster(self) -> bool:
+        return self.cluster_size > 1
+
+    @property
+    def multiprocessors(self) -> int:
+        return MULTIPROCESSORS.get(self.program.arch, 132)
+
     def __post_init__(self) -> None:
         name = self.program.kernel.name
-        self.cluster_size = int(np.prod(self.cluster))
-        self.explicit_cluster = self.cluster_size > 1
-        self.multiprocessors = MULTIPROCESSORS.get(self.program.arch, 132)
         if any(n < 0 for n in self.grid) or self.grid[0] > 2**31 - 1 or max(self.grid[1:]) > 65535:
             raise error("launch", f"grid {self.grid} is not possible", kernel=name)
         threads = int(np.prod(self.block))
@@ -69,7 +78,7 @@ class Launch:
                 "launch", f"block {self.block} has {threads} threads; 1 to 1024 are possible", kernel=name
             )
         required = self.program.kernel.directives.get("reqntid")
-        if required and (tuple(required) + (1, 1))[:3] != tuple(self.block):
+        if required and (*required, 1, 1)[:3] != tuple(self.block):
             raise error(
                 "launch", f"block {self.block} is not the .reqntid {required} of the kernel", kernel=name
             )

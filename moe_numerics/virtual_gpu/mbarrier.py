@@ -65,9 +65,11 @@ class Mbarriers:
             near = [o for o in self.objects if abs(o - offset) < 8]
             why = f"; the nearest begins {near[0] - offset:+d} bytes from there" if near else ""
             raise Fault(
-                "mbarrier", f"{what} at shared address {self.address(offset):#x}, where no mbarrier was initialised{why}",
-                thread, self.address(offset),
-            )  # fmt: skip
+                "mbarrier",
+                f"{what} at shared address {self.address(offset):#x}, where no mbarrier was initialised{why}",
+                thread,
+                self.address(offset),
+            )
         return found
 
     def address(self, offset: int) -> int:
@@ -159,8 +161,9 @@ class Mbarriers:
         w.push(waiter.resume, i)
 
     def wait(
-        self, i: Index, offsets: Array, parity: Array, instruction: Any, write: Callable[[Index, Array], None], parks: bool
-    ) -> list[Index]:
+        self, i: Index, offsets: Array, parity: Array, instruction: Any, write: Callable[[Index, Array], None],
+        parks: bool,
+    ) -> list[Index]:  # fmt: skip
         """Tests the phase of parity `parity`; threads whose phase goes on are parked or told so.
 
         Gives the groups that continue at once.

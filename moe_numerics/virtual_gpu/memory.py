@@ -77,7 +77,7 @@ class Allocation(Region):
         self.start = base & ~15
         span = (base - self.start + size + 15) // 16 * 16
         raw = (ctypes.c_uint8 * span).from_address(self.start)
-        super().__init__("global", np.frombuffer(raw, np.uint8))
+        super().__init__("global", np.ctypeslib.as_array(raw))
         self.base = base
         self.size = size
         self.name = name

@@ -48,7 +48,7 @@ SPECIAL: dict[str, Callable[[Wave], Any]] = {
     "%warpid": lambda w: w.linear_thread >> np.uint32(5),
     "%nwarpid": _uniform(lambda w: 64),
     "%smid": _uniform(lambda w: 0),
-    "%nsmid": _uniform(lambda w: w.launch.multiprocessors),
+    "%nsmid": _uniform(lambda w: int(w.launch.multiprocessors)),
     "%gridid": _uniform(lambda w: w.launch.number),
     "%clock": _uniform(lambda w: w.time & 0xFFFFFFFF),
     "%clock_hi": _uniform(lambda w: w.time >> 32),
@@ -63,12 +63,20 @@ SPECIAL: dict[str, Callable[[Wave], Any]] = {
     "%cluster_nctarank": _uniform(lambda w: w.launch.cluster_size),
     **{f"%lanemask_{k}": _lanemask(k) for k in ("eq", "lt", "le", "gt", "ge")},
 }
-for _n, _axis in enumerate("xyz"):
-    SPECIAL[f"%tid.{_axis}"] = lambda w, n=_n: w.thread_index[n]
-    SPECIAL[f"%ntid.{_axis}"] = _uniform(lambda w, n=_n: w.launch.block[n])
-    SPECIAL[f"%nctaid.{_axis}"] = _uniform(lambda w, n=_n: w.launch.grid[n])
-    SPECIAL[f"%ctaid.{_axis}"] = _per_block(_n, "block_index")
-    SPECIAL[f"%cluster_ctaid.{_axis}"] = _per_block(_n, "cluster_block_index")
-    SPECIAL[f"%clusterid.{_axis}"] = _per_block(_n, "cluster_index")
-    SPECIAL[f"%cluster_nctaid.{_axis}"] = _uniform(lambda w, n=_n: w.launch.cluster[n])
-    SPECIAL[f"%nclusterid.{_axis}"] = _uniform(lambda w, n=_n: w.launch.grid[n] // w.launch.cluster[n])
+
+
+def _axis(n: int, letter: str) -> dict[str, Callable[[Wave], Any]]:
+    return {
+        f"%tid.{letter}": lambda w: w.thread_index[n],
+        f"%ntid.{letter}": _uniform(lambda w: w.launch.block[n]),
+        f"%nctaid.{letter}": _uniform(lambda w: w.launch.grid[n]),
+        f"%ctaid.{letter}": _per_block(n, "block_index"),
+        f"%cluster_ctaid.{letter}": _per_block(n, "cluster_block_index"),
+        f"%clusterid.{letter}": _per_block(n, "cluster_index"),
+        f"%cluster_nctaid.{letter}": _uniform(lambda w: w.launch.cluster[n]),
+        f"%nclusterid.{letter}": _uniform(lambda w: w.launch.grid[n] // w.launch.cluster[n]),
+    }
+
+
+for _n, _letter in enumerate("xyz"):
+    SPECIAL.update(_axis(_n, _letter))

@@ -29,6 +29,8 @@ class TensorMemory:
         # The PTX line that allocated a column, 0 for a free one.
         self.owner = np.zeros((wave.block_count, COLUMNS), np.int32)
         self.relinquished = np.zeros(wave.block_count, bool)
+        # Allocations of a pair of blocks that only one of them has asked for yet: (start, columns) by block.
+        self.promised: dict[int, tuple[int, int]] = {}
 
     def allocate(self, block: int, columns: int, thread: int, line: int) -> int:
         if columns < 32 or columns > COLUMNS or columns & (columns - 1):
@@ -42,25 +44,46 @@ class TensorMemory:
                 return start
         raise Fault(
             "tensor_memory",
-            f"no {columns} free columns in a row: {int(np.count_nonzero(self.owner[block]))} of {COLUMNS} are allocated, "
-            "so the allocation would wait for ever",
+            f"no {columns} free columns in a row: {int(np.count_nonzero(self.owner[block]))} of {COLUMNS} are "
+            "allocated, so the allocation would wait for ever",
             thread,
         )
+
+    def allocate_pair(self, block: int, first: int, columns: int, thread: int, line: int) -> int:
+        """Both blocks of a pair allocate together: the first to ask decides where, and the other is given the same."""
+        if block in self.promised:
+            start, promised = self.promised.pop(block)
+            if promised != columns:
+                raise Fault("tensor_memory", f"the blocks of a pair allocate {promised} and {columns} columns", thread)
+            return start
+        start = self.allocate(block, columns, thread, line)
+        other = first + 1 - (block - first)
+        if self.owner[other, start : start + columns].any():
+            raise Fault(
+                "tensor_memory", f"columns {start} to {start + columns} are in use in the pair's other block", thread
+            )
+        self.owner[other, start : start + columns] = line
+        self.written[other, :, start : start + columns] = False
+        self.promised[other] = (start, columns)
+        return start
 
     def free(self, block: int, address: int, columns: int, thread: int) -> None:
         start = address & 0xFFFF
         if start + columns > COLUMNS or not self.owner[block, start : start + columns].all():
             raise Fault(
-                "tensor_memory", f"columns {start} to {start + columns} are freed, but not all are allocated", thread, address
-            )
+                "tensor_memory", f"columns {start} to {start + columns} are freed, but not all are allocated",
+                thread, address,
+            )  # fmt: skip
         self.owner[block, start : start + columns] = 0
 
     def check(self, block: int, lane: int, lanes: int, column: int, columns: int, thread: int) -> None:
         if lane + lanes > LANES or column + columns > COLUMNS:
             raise Fault(
-                "out_of_bounds", f"tensor memory lanes {lane} to {lane + lanes}, columns {column} to {column + columns}",
-                thread, lane << 16 | column,
-            )  # fmt: skip
+                "out_of_bounds",
+                f"tensor memory lanes {lane} to {lane + lanes}, columns {column} to {column + columns}",
+                thread,
+                lane << 16 | column,
+            )
         if not self.owner[block, column : column + columns].all():
             free = column + int(np.flatnonzero(self.owner[block, column : column + columns] == 0)[0])
             raise Fault("tensor_memory", f"column {free} of tensor memory is used, but not allocated", thread, free)

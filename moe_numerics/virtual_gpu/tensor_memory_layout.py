@@ -62,10 +62,8 @@ def _layout(leading: int, stride: int, swizzle: int, rows: int, row_bytes: int, 
     if not transposed:
         r = np.arange(rows)[:, None]
         k = np.arange(0, row_bytes, 16)[None, :]
-        if swizzle == 0:
-            flat = r // 8 * stride + k // 16 * leading + r % 8 * 16
-        else:
-            flat = r // 8 * stride + r % 8 * width + k
+        along = k // 16 * leading if swizzle == 0 else k
+        flat = r // 8 * stride + r % 8 * width + along
     else:
         k = np.arange(row_bytes // 2)[:, None]
         mn = np.arange(0, rows * 2, 16)[None, :]
@@ -91,8 +89,8 @@ def read_tile(w: Wave, block: int, addresses: Array, thread: int) -> tuple[Array
     if low < w.shared_begin or high + 16 > w.shared_limit:
         raise Fault(
             "out_of_bounds",
-            f"a matrix descriptor covers shared addresses {low:#x} to {high + 16:#x}; the block's shared memory lies from "
-            f"{w.shared_begin:#x} to {w.shared_limit:#x}",
+            f"a matrix descriptor covers shared addresses {low:#x} to {high + 16:#x}; the block's shared memory lies "
+            f"from {w.shared_begin:#x} to {w.shared_limit:#x}",
             thread,
             low,
         )

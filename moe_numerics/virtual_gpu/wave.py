@@ -17,9 +17,10 @@ from .asynchronous import Groups, Operation, Pending
 from .barriers import NamedBarriers
 from .clusters import ClusterBarrier
 from .errors import Fault, Finding, VirtualGPUError
-from .lowering import SHARED_START, Program, Read, dynamic_start
+from .lowering import Read
 from .mbarrier import Mbarriers
 from .memory import Region
+from .program import SHARED_START, Program, dynamic_start
 from .registry import Index
 from .tensor_memory import TensorMemory
 
@@ -33,6 +34,17 @@ NOBODY: npt.NDArray[np.intp] = np.empty(0, np.intp)
 
 class Wave:
     """Blocks running together. Blocks are numbered as in the grid, x fastest; clusters are kept whole."""
+
+    threads: int
+    lane: npt.NDArray[np.uint32]
+    linear_thread: npt.NDArray[np.uint32]
+    block: npt.NDArray[np.intp]
+    rank: npt.NDArray[np.uint32]
+    thread_index: tuple[Array, Array, Array]
+    time: int
+    shared_begin: int
+    shared_limit: int
+    launch: Launch
 
     def __init__(self, launch: Launch, blocks: npt.NDArray[np.int64], schedule: Schedule) -> None:
         self.launch = launch
