@@ -55,7 +55,12 @@ def _launch(
     wide = slot_grid(
         (hidden + transpose.LINE_COLUMNS - 1) // transpose.LINE_COLUMNS, rows, experts, transpose.LINE_ROWS
     )
-    if cutlass.const_expr(measure):
+    if cutlass.const_expr(measure and quantizer.row_scaled):
+        lines = slot_grid(Int32(1), rows, experts, transpose.LINE_ROWS)
+        transpose.row_amax_kernel(quantizer, hidden, x, offsets, counts, amax_rowwise).launch(
+            grid=lines, block=block, stream=stream
+        )
+    elif cutlass.const_expr(measure):
         if cutlass.const_expr(amax_rowwise is not None):
             zero_amax(amax_rowwise, stream)
         if cutlass.const_expr(amax_colwise is not None):
@@ -203,7 +208,7 @@ def quantize(
                 results[name].zero_()
         return results
     variant = _Variant(
-        Nvfp4.of(contract, recipe.stochastic),
+        Nvfp4.of(contract, recipe),
         recipe,
         Rotation.of(contract) if recipe.rotated else None,
         alignment % BLOCK == 0,

@@ -18,6 +18,7 @@ from moe_numerics.fused.exact_math import absolute, maximum
 from moe_numerics.fused.memory import pure_ptx, select
 from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.formats import E2M1, E4M3
+from moe_numerics.reference.grouped_nvfp4 import Recipe
 from moe_numerics.reference.nvfp4 import BLOCK, FLT_MAX
 
 __all__ = ["BLOCK", "GlobalScale", "Nvfp4"]
@@ -29,15 +30,16 @@ _HALVES_BITS = 0x4AC00000
 
 @dataclass(frozen=True)
 class GlobalScale:
-    """Encode and decode factor of a tensor or an expert."""
+    """Amax of a tensor, an expert or a row, and its encode and decode factor."""
 
+    amax: Float32
     encode: Float32
     decode: Float32
 
 
 @dataclass(frozen=True)
 class Nvfp4:
-    """The choices of a contract that change a bit of NVFP4 output, as a compile-time parameter of a kernel."""
+    """The choices of a contract and a recipe that change a bit of NVFP4 output, as a compile-time parameter."""
 
     encode_scale: str
     block_scale: str
@@ -45,13 +47,20 @@ class Nvfp4:
     scale_floor: str
     per_expert: bool
     propagate_nan: bool
-    stochastic_bits: int | None = None
+    stochastic_bits: int | None
+    four_over_six: str | None
+    scale_max: float
+    row_scaled: bool
 
     @classmethod
-    def of(cls, contract: Contract, stochastic: bool = False) -> Nvfp4:
-        """The quantiser of a contract. ValueError: a choice that the kernels do not have."""
+    def of(cls, contract: Contract, recipe: Recipe) -> Nvfp4:
+        """The quantiser of a contract and a recipe. ValueError: a choice that the kernels do not have."""
         if contract.signed_zero != "keep":
             raise ValueError(f"signed_zero is {contract.signed_zero!r}: the NVFP4 kernels keep the sign of zeros")
+        if recipe.four_over_six is not None and recipe.block2d:
+            raise ValueError(
+                "four_over_six with block2d: the NVFP4 kernels compare errors of blocks of 16, not of tiles"
+            )
         return cls(
             contract.nvfp4_encode_scale,
             contract.nvfp4_block_scale,
@@ -59,7 +68,10 @@ class Nvfp4:
             contract.nvfp4_scale_floor,
             contract.amax_scope == "expert",
             contract.nan_policy == "propagate",
-            contract.stochastic_bits if stochastic else None,
+            contract.stochastic_bits if recipe.stochastic else None,
+            recipe.four_over_six,
+            recipe.scale_max,
+            recipe.row_scaled,
         )
 
     def magnitude_max(self, a: Float32, b: Float32) -> Float32:
@@ -77,15 +89,15 @@ class Nvfp4:
         return cute.arch.fmin(value, Float32(FLT_MAX), nan=self.propagate_nan)
 
     def global_scale(self, amax: Float32) -> GlobalScale:
-        """Factors from the amax of the tensor or of the expert."""
-        largest = Float32(E2M1.max_value * E4M3.max_value)
+        """Factors from the amax of the tensor, of the expert or of the row."""
+        largest = Float32(E2M1.max_value * self.scale_max)
         if self.encode_scale == "reciprocal_of_divided_amax":
             decode = amax / largest
-            return GlobalScale(Float32(1.0) / decode, decode)
+            return GlobalScale(amax, Float32(1.0) / decode, decode)
         encode = self._at_most(largest / amax)
         one = Float32(1.0)
         encode = select(amax == Float32(0.0), one, select(encode == Float32(0.0), one, encode))
-        return GlobalScale(encode, one / encode)
+        return GlobalScale(amax, encode, one / encode)
 
     def scale_code(self, amax: Float32, scale: GlobalScale) -> Uint32:
         """E4M3 code of a block whose largest magnitude is `amax`."""
@@ -100,15 +112,7 @@ class Nvfp4:
             value = (amax / Float32(6.0)) / scale.decode
         if self.scale_floor == "smallest_normal":
             value = maximum(value, E4M3.min_normal)
-        codes = nvvm.convert_f32x2_to_f8x2(
-            T.i16(),
-            Float32(0.0).ir_value(),
-            value.ir_value(),
-            ir.TypeAttr.get(Float8E4M3FN.mlir_type),
-            rnd=nvvm.FPRoundingMode.RN,
-            sat=nvvm.SaturationMode.SATFINITE,
-        )
-        return Uint16(codes).to(Uint32)
+        return encode_e4m3(value)
 
     def multiplier(self, code: Uint32, scale: GlobalScale) -> Float32:
         """What elements of a block with this scale code are multiplied by."""
@@ -136,6 +140,55 @@ class Nvfp4:
                 word = word | (code << (4 * place))
             words.append(word)
         return words
+
+    def four_or_six(self, values: Sequence[Float32], amax: Float32, scale: GlobalScale) -> tuple[Uint32, list[Uint32]]:
+        """Scale code and E2M1 codes of a block under the one of two scales that gives the smaller error.
+
+        The first puts the block's amax on 6, the second, 1.5 times as large, on 4; the first where errors are equal.
+        """
+        base = (amax / Float32(6.0)) * scale.encode
+        six, words_six, error_six = self._tried(values, base, scale)
+        four, words_four, error_four = self._tried(values, base * Float32(1.5), scale)
+        better: Boolean = error_four < error_six
+        words = [select(better, own, other) for own, other in zip(words_four, words_six, strict=True)]
+        return select(better, four, six), words
+
+    def _tried(
+        self, values: Sequence[Float32], block_scale: Float32, scale: GlobalScale
+    ) -> tuple[Uint32, list[Uint32], Float32]:
+        """Scale code, E2M1 codes and error of a block under a block scale."""
+        code = encode_e4m3(block_scale)
+        words = self.encode(values, self.multiplier(code, scale))
+        block = decode_e4m3(code)
+        largest = Float32(E2M1.max_value * self.scale_max)
+        error = None
+        for place, value in enumerate(values):
+            decoded = decode_e2m1(words[place // 8] >> (4 * (place % 8)))
+            away = ((decoded * block) * scale.amax) / largest - value
+            each = absolute(away) if self.four_over_six == "mae" else away * away
+            error = each if error is None else error + each
+        assert error is not None
+        return code, words, error
+
+
+def encode_e4m3(value: Float32) -> Uint32:
+    """E4M3 code to nearest even, saturating; NaN gives 0x7F."""
+    codes = nvvm.convert_f32x2_to_f8x2(
+        T.i16(),
+        Float32(0.0).ir_value(),
+        value.ir_value(),
+        ir.TypeAttr.get(Float8E4M3FN.mlir_type),
+        rnd=nvvm.FPRoundingMode.RN,
+        sat=nvvm.SaturationMode.SATFINITE,
+    )
+    return Uint16(codes).to(Uint32)
+
+
+def decode_e2m1(code: Uint32) -> Float32:
+    """Value of an E2M1 code in the low four bits of a word, whose other bits may hold anything."""
+    # As the upper bits of a float32 the magnitude is the value times 2^-126, subnormal for code 1.
+    magnitude = ((code & Uint32(7)) << 22).bitcast(Float32) * Float32(2.0**126)
+    return (magnitude.bitcast(Uint32) | ((code & Uint32(8)) << 28)).bitcast(Float32)
 
 
 def decode_e4m3(code: Uint32) -> Float32:

@@ -19,7 +19,17 @@ from moe_numerics.fused.nvfp4 import BLOCK
 from moe_numerics.fused.philox import philox, unpack_bits
 from moe_numerics.fused.ragged import SLOTS_PER_LAYER, locate_tile, raise_amax
 
-__all__ = ["COLUMNS", "LINE_COLUMNS", "LINE_ROWS", "ROWS", "THREADS", "amax_kernel", "colwise_kernel", "rowwise_kernel"]
+__all__ = [
+    "COLUMNS",
+    "LINE_COLUMNS",
+    "LINE_ROWS",
+    "ROWS",
+    "THREADS",
+    "amax_kernel",
+    "colwise_kernel",
+    "row_amax_kernel",
+    "rowwise_kernel",
+]
 
 THREADS = 128
 
@@ -32,6 +42,9 @@ _LINE_THREADS = LINE_COLUMNS // BLOCK
 COLUMNS = 64
 ROWS = 64
 _WARP = 32
+
+# Row amax: columns that a thread loads at once.
+_VECTOR = 8
 
 
 def _load_columns(x: cute.Tensor, row: Int32, end: Int32, column: Int32, hidden: Int32) -> list[list[Float32]]:
@@ -102,6 +115,32 @@ def amax_kernel(
 
 
 @cute.kernel
+def row_amax_kernel(
+    quantizer: cutlass.Constexpr,
+    hidden: Int32,
+    x: cute.Tensor,
+    offsets: cute.Tensor,
+    counts: MaybeTensor,
+    amax: cute.Tensor,
+) -> None:
+    """Amax of each row of x, a warp a row: blockIdx.y and z are the slot of 32 rows."""
+    thread, _, _ = cute.arch.thread_idx()
+    _, low, high = cute.arch.block_idx()
+    lane = thread % _WARP
+    _, first, end = locate_tile(offsets, counts, low + high * SLOTS_PER_LAYER, LINE_ROWS, lane)
+    for i in cutlass.range_constexpr(LINE_ROWS // (THREADS // _WARP)):
+        row = first + thread // _WARP + i * (THREADS // _WARP)
+        if row < end:
+            largest = Float32(0.0)
+            for column in range(lane * _VECTOR, hidden, _WARP * _VECTOR):
+                words = load_words(x.iterator + (Int64(row) * hidden + cute.assume(column, divby=_VECTOR)), 4)
+                largest = quantizer.magnitude_max(largest, quantizer.largest(unpack_bf16(words)))
+            bits = cute.arch.warp_redux_sync(largest.bitcast(Uint32), "umax")
+            if lane == 0:
+                amax[row] = bits.bitcast(Float32)
+
+
+@cute.kernel
 def rowwise_kernel(
     quantizer: cutlass.Constexpr,
     block2d: cutlass.Constexpr,
@@ -115,14 +154,19 @@ def rowwise_kernel(
     codes: cute.Tensor,
     scales: cute.Tensor,
 ) -> None:
-    """Row-wise copy: blockIdx.x is the tile of 128 columns, y and z the slot of 32 rows."""
+    """Row-wise copy: blockIdx.x is the tile of 128 columns, y and z the slot of 32 rows.
+
+    amax: of the tensor, of each expert, or (row-scaled) of each row.
+    """
     thread, _, _ = cute.arch.thread_idx()
     column_tile, low, high = cute.arch.block_idx()
     expert, first, end = locate_tile(offsets, counts, low + high * SLOTS_PER_LAYER, LINE_ROWS, thread % _WARP)
     if first < end:
         memory = cutlass.memory.SmemAllocator()
         shared = memory.allocate_tensor(Float32, cute.make_layout(LINE_ROWS * _LINE_THREADS), 16)
-        scale = quantizer.global_scale(Float32(cute.arch.load(_amax_cell(quantizer, amax, expert), Float32)))
+        scale = None
+        if cutlass.const_expr(not quantizer.row_scaled):
+            scale = quantizer.global_scale(Float32(cute.arch.load(_amax_cell(quantizer, amax, expert), Float32)))
         own = thread % _LINE_THREADS
         block = column_tile * _LINE_THREADS + own
         column = block * BLOCK
@@ -149,12 +193,18 @@ def rowwise_kernel(
                 for j in cutlass.range_constexpr(BLOCK):
                     other = (line // BLOCK * BLOCK + j) * _LINE_THREADS + own
                     largest = quantizer.magnitude_max(largest, shared[other])
-            code = quantizer.scale_code(largest, scale)
-            bits = None
-            if cutlass.const_expr(quantizer.stochastic_bits is not None):
-                index = row - Int32(offsets[expert])
-                bits = _random(stream, seed, expert, column, index, quantizer.stochastic_bits)
-            words = quantizer.encode(values, quantizer.multiplier(code, scale), bits)
+            if cutlass.const_expr(quantizer.row_scaled):
+                cell = amax.iterator + cutlass.min(row, end - 1)
+                scale = quantizer.global_scale(Float32(cute.arch.load(cell, Float32)))
+            if cutlass.const_expr(quantizer.four_over_six is not None):
+                code, words = quantizer.four_or_six(values, largest, scale)
+            else:
+                code = quantizer.scale_code(largest, scale)
+                bits = None
+                if cutlass.const_expr(quantizer.stochastic_bits is not None):
+                    index = row - Int32(offsets[expert])
+                    bits = _random(stream, seed, expert, column, index, quantizer.stochastic_bits)
+                words = quantizer.encode(values, quantizer.multiplier(code, scale), bits)
             pointer = codes.iterator + (Int64(row) * (hidden // 2) + block * (BLOCK // 2))
             if inside and row < end:
                 store_words(pointer, words)
@@ -203,11 +253,14 @@ def colwise_kernel(
             if cutlass.const_expr(not dense):
                 block += expert
             for j in cutlass.range_constexpr(2):
-                code = quantizer.scale_code(largest[j], scale)
-                bits = None
-                if cutlass.const_expr(quantizer.stochastic_bits is not None):
-                    bits = _random(stream, seed, expert, row - start, column + j, quantizer.stochastic_bits)
-                words = quantizer.encode(columns[j], quantizer.multiplier(code, scale), bits)
+                if cutlass.const_expr(quantizer.four_over_six is not None):
+                    code, words = quantizer.four_or_six(columns[j], largest[j], scale)
+                else:
+                    code = quantizer.scale_code(largest[j], scale)
+                    bits = None
+                    if cutlass.const_expr(quantizer.stochastic_bits is not None):
+                        bits = _random(stream, seed, expert, row - start, column + j, quantizer.stochastic_bits)
+                    words = quantizer.encode(columns[j], quantizer.multiplier(code, scale), bits)
                 if cutlass.const_expr(rotation is None):
                     words = _without_rows_past(words, end - row)
                 pointer = codes.iterator + (Int64(column + j) * codes.shape[1] + block * (BLOCK // 2))

@@ -36,7 +36,7 @@ def _inputs() -> Iterator[tuple[str, torch.Tensor]]:
     """Blocks of 32 numbers, each with a name, on which conventions tend to differ."""
     filler = torch.linspace(-0.9, 0.9, 31)
     # The last one is the only float32 amax that the float32 product of round-up scales gets wrong.
-    for amax in (449.0, 500.0, 511.5, 1.001, 2.0**-133, 57345.0, 448.0 * 2.0**-127 * (1 + 2.0**-22)):
+    for amax in (449.0, 500.0, 511.5, 1.001, 2.0**-133, 57345.0, 448.0 * 2.0**-127 + 2.0**-142):
         name = f"31 numbers up to 0.9 * {_number(amax)} and {_number(amax)}"
         yield name, torch.cat((filler * amax, torch.tensor([amax])))
     for name, special in (("NaN", float("nan")), ("Inf", float("inf"))):
@@ -54,9 +54,8 @@ def _mxfp8(element: str) -> Callable[[torch.Tensor, Contract], dict[str, str]]:
 
     def show(x: torch.Tensor, contract: Contract) -> dict[str, str]:
         block = mxfp8.quantize(x.view(1, 32), -1, chosen, contract)
-        found = {
-            f"MXFP8 {element} scale": f"{_number(float(E8M0.decode(block.scales)[0, 0]))} ({int(block.scales[0, 0]):#04x})"
-        }
+        scale = float(E8M0.decode(block.scales)[0, 0])
+        found = {f"MXFP8 {element} scale": f"{_number(scale)} ({int(block.scales[0, 0]):#04x})"}
         values = chosen.decode(block.codes)[0]
         for place in range(32):
             found[f"MXFP8 {element} element {place}, {_number(float(x[place]))}"] = (
@@ -106,8 +105,8 @@ def profiles_page() -> str:
         GENERATED,
         "# Profiles",
         "",
-        "A profile is a named contract: every numerics choice that changes a bit. `suite` is the default. For each other",
-        "profile this page lists the choices that differ from `suite`, each with an input on which that single choice",
+        "A profile is a named contract: every numerics choice that changes a bit. `suite` is the default. For each",
+        "other profile this page lists the choices that differ from `suite`, each with an input on which that single choice",
         "changes a result. Kernels are verified against any of them with `moe-numerics verify --profile NAME`.",
         "",
     ]
@@ -157,7 +156,8 @@ def paths_page() -> str:
         "# Paths",
         "",
         f"{len(all_paths())} paths, named `op.pass.format[.variant]`. Every path runs on `virtual:sm_90a`,",
-        "`virtual:sm_100a` and `cuda`. Inputs besides those named: `offsets` [experts + 1], and `counts` [experts] where rows are padded.",
+        "`virtual:sm_100a` and `cuda`. Inputs besides those named: `offsets` [experts + 1], and `counts` [experts] where",
+        "rows are padded.",
         "",
         "| path | what it is | inputs | outputs | profiles |",
         "| --- | --- | --- | --- | --- |",

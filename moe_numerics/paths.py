@@ -276,6 +276,12 @@ _RECIPES = {
     ".16x16": Recipe(block2d=True),
     ".sr": Recipe(stochastic=True),
     ".rht.sr": Recipe(rotated=True, stochastic=True),
+    ".4over6_mae": Recipe(four_over_six="mae", scale_max=256.0),
+    ".4over6_mse": Recipe(four_over_six="mse", scale_max=256.0),
+    ".4over6_mae.448": Recipe(colwise=False, four_over_six="mae"),
+    ".4over6_mse.448": Recipe(colwise=False, four_over_six="mse"),
+    ".row_scaled": Recipe(colwise=False, row_scaled=True),
+    ".row_scaled.4over6_mae": Recipe(colwise=False, row_scaled=True, four_over_six="mae", scale_max=256.0),
 }
 
 
@@ -284,8 +290,14 @@ def _described(recipe: Recipe) -> str:
     copies = [f"row-wise {block}"] if recipe.rowwise else []
     if recipe.colwise:
         copies.append(f"transposed column-wise {'16x16' if recipe.block2d else '16x1'}{' rotated' * recipe.rotated}")
-    rounding = ", rounded stochastically (exact given the seed)" if recipe.stochastic else ""
-    return f"{' and '.join(copies)}, each with its amax{rounding}"
+    parts = [" and ".join(copies), "with an amax for each row" if recipe.row_scaled else "each with its amax"]
+    if recipe.four_over_six:
+        parts.append(
+            f"each block at scale 6 or 4, by {recipe.four_over_six.upper()}, scales up to {recipe.scale_max:g}"
+        )
+    if recipe.stochastic:
+        parts.append("rounded stochastically (exact given the seed)")
+    return ", ".join(parts)
 
 
 def _nvfp4_outputs(recipe: Recipe) -> tuple[OutputSpec, ...]:
@@ -294,7 +306,9 @@ def _nvfp4_outputs(recipe: Recipe) -> tuple[OutputSpec, ...]:
         outputs += [
             OutputSpec("codes_rowwise", "E2M1x2", "[capacity, hidden / 2]", "token"),
             OutputSpec("scales_rowwise", "E4M3", "[capacity, hidden / 16]", "token"),
-            OutputSpec("amax_rowwise", "float32", "[1] or [experts]", "all"),
+            OutputSpec("amax_rowwise", "float32", "[capacity]", "token")
+            if recipe.row_scaled
+            else OutputSpec("amax_rowwise", "float32", "[1] or [experts]", "all"),
         ]
     if recipe.colwise:
         outputs += [
@@ -305,9 +319,15 @@ def _nvfp4_outputs(recipe: Recipe) -> tuple[OutputSpec, ...]:
     return tuple(outputs)
 
 
-def _stochastic_profiles() -> dict[str, Grade]:
-    """Profiles whose random bits the kernels make themselves."""
-    return {name: "exact" for name, known in PROFILES.items() if known.contract.stochastic_source == "philox"}
+def _nvfp4_profiles(recipe: Recipe) -> dict[str, Grade]:
+    """Profiles that have the recipe: the kernels make the random bits; four over six has a scale order of its own."""
+    offered: dict[str, Grade] = {}
+    for name, known in PROFILES.items():
+        ours = known.contract.stochastic_source == "philox" or not recipe.stochastic
+        ordered = known.contract.nvfp4_encode_scale == "divide_2688" or recipe.four_over_six is None
+        if ours and ordered:
+            offered[name] = "exact"
+    return offered
 
 
 @cache
@@ -342,7 +362,7 @@ def all_paths() -> tuple[Path, ...]:
                 f"bfloat16 to NVFP4: {_described(recipe)}",
                 (TensorSpec("x"), *_RAGGED),
                 _nvfp4_outputs(recipe),
-                _stochastic_profiles() if recipe.stochastic else _QUANTISE_PROFILES,
+                _nvfp4_profiles(recipe),
                 Nvfp4Copies(recipe),
                 multiple=nvfp4.BLOCK,
             )

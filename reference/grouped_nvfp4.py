@@ -2,12 +2,13 @@
 
 Two passes: the amax of what is quantised, then the codes. The row-wise copy has the amax of x, the column-wise copy
 that of x or, rotated, of the rotated blocks (so a training step's input has two). With contract.amax_scope "tensor"
-an amax is one number over all experts, with "expert" one for each.
+an amax is one number over all experts, with "expert" one for each; a row-scaled copy has one for each row.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,8 +27,11 @@ class Recipe:
     """What is written of a tensor.
 
     rowwise, colwise: which copies. rotated: the column-wise copy is of the rotated blocks. block2d: scales of 16x16
-    tiles. stochastic: codes are rounded stochastically, with Philox bits keyed by the seed.
-    ValueError: nothing to write; a rotation or stochastic rounding of 16x16 tiles, which weights have and never need.
+    tiles. stochastic: codes are rounded stochastically, with Philox bits keyed by the seed. four_over_six: "mae" or
+    "mse", the error by which each block chooses between two scales; scale_max: the largest block scale, 448, or 256 to
+    leave the larger of the two room. row_scaled: an amax for each row of the row-wise copy.
+    ValueError: nothing to write; a rotation or stochastic rounding of 16x16 tiles, which weights have and never need,
+    or of four over six, which compares rounding errors; row scales with a column-wise copy or tiles, which span rows.
     """
 
     rowwise: bool = True
@@ -35,6 +39,9 @@ class Recipe:
     rotated: bool = False
     block2d: bool = False
     stochastic: bool = False
+    four_over_six: str | None = None
+    scale_max: float = 448.0
+    row_scaled: bool = False
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.colwise):
@@ -43,6 +50,16 @@ class Recipe:
             raise ValueError("rotated without colwise: only the column-wise copy is rotated")
         if self.block2d and (self.rotated or self.stochastic):
             raise ValueError("block2d with rotated or stochastic: 16x16 tiles are for weights, which have neither")
+        if self.four_over_six not in (None, *nvfp4.FOUR_OVER_SIX):
+            raise ValueError(f"four_over_six is {self.four_over_six!r}: expected 'mae', 'mse' or None")
+        if self.scale_max not in (448.0, 256.0) or (self.scale_max != 448.0 and self.four_over_six is None):
+            raise ValueError(f"scale_max is {self.scale_max}: expected 448, or 256 with four_over_six")
+        if self.four_over_six is not None and (self.rotated or self.stochastic):
+            raise ValueError(
+                "four_over_six with rotated or stochastic: it compares the errors of rounding x to nearest"
+            )
+        if self.row_scaled and (self.colwise or self.block2d):
+            raise ValueError("row_scaled with colwise or block2d: their blocks span rows of different amax")
 
 
 def output_shapes(
@@ -55,7 +72,7 @@ def output_shapes(
     if recipe.rowwise:
         shapes["codes_rowwise"] = ((rows, hidden // 2), torch.uint8)
         shapes["scales_rowwise"] = ((rows, hidden // BLOCK), torch.uint8)
-        shapes["amax_rowwise"] = (scope, torch.float32)
+        shapes["amax_rowwise"] = ((rows,) if recipe.row_scaled else scope, torch.float32)
     if recipe.colwise:
         shapes["codes_colwise"] = ((hidden, blocks * BLOCK // 2), torch.uint8)
         shapes["scales_colwise"] = ((hidden, blocks), torch.uint8)
@@ -78,22 +95,29 @@ def quantize(
     x: bfloat16 [capacity, hidden], hidden a multiple of 16; offsets: int32 or int64 [experts + 1]; counts: [experts]
     or None. Results: `codes_rowwise` [capacity, hidden / 2], `scales_rowwise` [capacity, hidden / 16], `codes_colwise`
     [hidden, blocks * 8], `scales_colwise` [hidden, blocks] as of `nvfp4.quantize`, `amax_rowwise` and `amax_colwise`
-    float32 [1] or [experts]. Rows without an owner are not read. ValueError: see `nvfp4.quantize`.
+    float32 [1] or [experts], or [capacity] if row-scaled. Rows without an owner are not read. ValueError: see
+    `nvfp4.quantize`.
     """
     experts = Experts.from_offsets(offsets, counts, x.shape[0], alignment)
+    choices: dict[str, Any] = {
+        "contract": contract,
+        "block2d": recipe.block2d,
+        "four_over_six": recipe.four_over_six,
+        "scale_max": recipe.scale_max,
+    }
     results: dict[str, torch.Tensor] = {}
     if recipe.rowwise:
         random = {"seed": seed, "tensor": ROWWISE_STREAM} if recipe.stochastic else {}
-        copy = nvfp4.quantize(x, -1, contract=contract, experts=experts, block2d=recipe.block2d, **random)
+        copy = nvfp4.quantize(x, -1, experts=experts, row_scaled=recipe.row_scaled, **choices, **random)
         results |= _named("rowwise", copy)
     if recipe.colwise:
         random = {"seed": seed, "tensor": COLWISE_STREAM} if recipe.stochastic else {}
         if recipe.rotated:
             rotated = hadamard.rotate(x, -2, contract=contract, experts=experts)
             blocks = experts.blocks(BLOCK)
-            copy = nvfp4.quantize(rotated, -2, contract=contract, experts=blocks, **random)
+            copy = nvfp4.quantize(rotated, -2, experts=blocks, **choices, **random)
         else:
-            copy = nvfp4.quantize(x, -2, contract=contract, experts=experts, block2d=recipe.block2d, **random)
+            copy = nvfp4.quantize(x, -2, experts=experts, **choices, **random)
         results |= _named("colwise", copy)
     return results
 
