@@ -106,8 +106,8 @@ def profiles_page() -> str:
         "# Profiles",
         "",
         "A profile is a named contract: every numerics choice that changes a bit. `suite` is the default. For each",
-        "other profile this page lists the choices that differ from `suite`, each with an input on which that single choice",
-        "changes a result. Kernels are verified against any of them with `moe-numerics verify --profile NAME`.",
+        "other profile this page lists the choices that differ from `suite`, each with an input on which that single",
+        "choice changes a result. Kernels are verified against any of them with `moe-numerics verify --profile NAME`.",
         "",
     ]
     for profile in PROFILES.values():
@@ -156,8 +156,8 @@ def paths_page() -> str:
         "# Paths",
         "",
         f"{len(all_paths())} paths, named `op.pass.format[.variant]`. Every path runs on `virtual:sm_90a`,",
-        "`virtual:sm_100a` and `cuda`. Inputs besides those named: `offsets` [experts + 1], and `counts` [experts] where",
-        "rows are padded.",
+        "`virtual:sm_100a` and `cuda`. Inputs besides those named: `offsets` [experts + 1], and `counts` [experts]",
+        "where rows are padded.",
         "",
         "| path | what it is | inputs | outputs | profiles |",
         "| --- | --- | --- | --- | --- |",
