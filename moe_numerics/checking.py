@@ -239,7 +239,13 @@ def _drawn(strategy: Any) -> list[Case]:
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
-    quiet(given(strategy)(found.append))()
+
+    @quiet
+    @given(strategy)
+    def collect(case: Case) -> None:
+        found.append(case)
+
+    collect()
     return found
 
 

@@ -14,8 +14,8 @@ from moe_numerics.silicon_scenes import Scene
 __all__ = ["products"]
 
 _DEPTH = {"bf16": 16, "f16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}
-_IMAGE = 16384
-"""Bytes of shared memory for each operand: the largest tile here has 256 rows of 32 bytes, spread by the swizzle."""
+_IMAGES = (8192, 32768)
+"""Bytes of shared memory for A and B: rows of 32 bytes lie 128 bytes apart under the widest swizzle."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ _MN_MAJOR = (
 )
 
 
-def _image(kind: str, seed: int) -> npt.NDArray[np.uint8]:
+def _image(kind: str, side: int) -> npt.NDArray[np.uint8]:
     fragment = {"tf32": "b32:f32", "e4m3": "b32:fp8", "e5m2": "b32:fp8"}.get(kind, f"b32:{kind}")
-    return operand(fragment, 0, _IMAGE // 4, seed).view(np.uint8)
+    return operand(fragment, 0, _IMAGES[side] // 4, side + 1).view(np.uint8)
 
 
 def _special(image: npt.NDArray[np.uint8], seed: int) -> npt.NDArray[np.uint8]:
@@ -70,7 +70,7 @@ def _scene(
     name = f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.{result}.{a}.{b}"
     count = columns // 2 if result == "f32" else columns // 4
     registers = ", ".join(f"%d{n}" for n in range(count))
-    image_a, image_b = _image(a, 1), _image(b, 2)
+    image_a, image_b = _image(a, 0), _image(b, 1)
     if special:
         image_a, image_b = _special(image_a, 3), _special(image_b, 4)
     accumulator = operand("b32:f32" if result == "f32" else "b32:f16", 3, 128 * count)
@@ -81,9 +81,9 @@ def _scene(
     else:
         source = "%da"
     copies = "\n    ".join(
-        f"ld.global.v4.b32 {{%a0, %a1, %a2, %a3}}, [%at{side}+{part}]; st.shared.v4.b32 [%k+{part + side * _IMAGE}], "
-        f"{{%a0, %a1, %a2, %a3}};"
-        for side in (0, 1) for part in range(0, _IMAGE, 2048)
+        f"ld.global.v4.b32 {{%a0, %a1, %a2, %a3}}, [%at{side}+{part}]; "
+        f"st.shared.v4.b32 [%k+{part + side * _IMAGES[0]}], {{%a0, %a1, %a2, %a3}};"
+        for side in (0, 1) for part in range(0, _IMAGES[side], 2048)
     )  # fmt: skip
     loads = "\n    ".join(f"ld.global.b32 %d{n}, [%acc+{512 * n}];" for n in range(count))
     stores = "\n    ".join(f"st.global.b32 [%out+{512 * n}], %d{n};" for n in range(count))
@@ -98,7 +98,7 @@ def _scene(
     fence.proxy.async.shared::cta;
     bar.sync 0;
     shr.u32 %k, %s, 4; cvt.u64.u32 %da, %k;
-    add.u64 %db, %da, {_IMAGE >> 4};
+    add.u64 %db, %da, {_IMAGES[0] >> 4};
     or.b64 %da, %da, {left.bits if left else 0:#x};
     or.b64 %db, %db, {right.bits:#x};
     setp.ne.b32 %q, {int(accumulate)}, 0;
@@ -117,7 +117,7 @@ def _scene(
     return Scene(
         f"{name}.{'.'.join(about)}", body, shows, (image_a, image_b, accumulator.view(np.uint8)), (512 * count,),
         registers=f".reg .b32 %k, %a<4>, %d<{count}>; .reg .b64 %at<2>, %acc, %out, %da, %db; .reg .pred %q;",
-        module=f".shared .align 1024 .b8 image[{2 * _IMAGE}];",
+        module=f".shared .align 1024 .b8 image[{sum(_IMAGES)}];",
     )  # fmt: skip
 
 

@@ -71,17 +71,30 @@ def test_near_multiples_meet_every_neighbour() -> None:
 def test_the_router_gives_every_token_distinct_experts(seed: int, experts: int, tokens: int) -> None:
     """Catches a router that sends a token to one expert twice: no expert can have more tokens than there are."""
     counts = SHAPES["router"](SeededSource(seed), experts, tokens)
-    total = sum(counts)
-    assert any(total % top == 0 and max(counts) <= total // top for top in range(1, min(experts, 8) + 1))
-    assert tokens - 8 < total <= tokens
+    top = router_choices(seed, experts)[0]
+    assert sum(counts) == tokens // top * top
+    assert max(counts) <= tokens // top
 
 
-def test_the_router_is_unbalanced_and_correlated() -> None:
+def router_choices(seed: int, experts: int) -> tuple[int, int, int]:
+    """Experts a token, and the weights of the bias and of the topic, as the router draws them."""
+    source = SeededSource(seed)
+    top, _, _ = source.integer(1, min(experts, 8)), source.integer(0, (1 << 32) - 1), source.integer(1, 6)
+    return top, source.integer(0, 3), source.integer(0, 3)
+
+
+def test_bias_and_topics_unbalance_the_router() -> None:
     """Catches logits without bias or topics, which would make the counts as good as balanced."""
-    spread = [np.std(c) / np.mean(c) for c in (SHAPES["router"](SeededSource(seed), 16, 2000) for seed in range(60))]
-    # Independent top-1 choices of 2,000 tokens over 16 experts would spread by 9 %.
-    assert np.median(spread) > 0.3
-    assert max(spread) > 1.0
+    spread: dict[tuple[bool, bool], list[float]] = {}
+    for seed in range(150):
+        _, bias, topic = router_choices(seed, 16)
+        counts = SHAPES["router"](SeededSource(seed), 16, 2000)
+        spread.setdefault((bias > 0, topic > 0), []).append(float(np.std(counts) / np.mean(counts)))
+    # Independent choices of 2,000 tokens over 16 experts spread by 9 % at most.
+    assert np.median(spread[False, False]) < 0.15
+    assert np.median(spread[False, True]) > 0.3
+    assert np.median(spread[True, False]) > 0.3
+    assert max(max(values) for values in spread.values()) > 1.0
 
 
 def test_the_seeded_source_is_the_same_everywhere() -> None:

@@ -1,0 +1,124 @@
+"""Where the kernels of the silicon comparison run: a virtual GPU, or a CUDA device through the driver's API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["CudaRunner", "Job", "Runner", "SiliconError", "VirtualRunner"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class SiliconError(Exception):
+    """A kernel of the comparison could not run, with the reason in words."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A kernel and its arguments: pointers to outputs and inputs, then perhaps a number.
+
+    outputs_first: the order of the pointers. count: the last argument (u32), None if there is none.
+    """
+
+    name: str
+    ptx: str
+    kernel: str
+    blocks: int
+    threads: int
+    inputs: tuple[Bytes, ...]
+    outputs: tuple[int, ...]
+    outputs_first: bool
+    count: int | None = None
+    cluster: int = 1
+
+
+class Runner(Protocol):
+    """Runs jobs."""
+
+    def run(self, job: Job) -> list[Bytes]:
+        """The bytes of each output. SiliconError: the kernel was refused or failed."""
+
+
+class VirtualRunner:
+    """A virtual GPU of one architecture, a fresh one for each job."""
+
+    def __init__(self, arch: str) -> None:
+        self.arch = arch
+
+    def run(self, job: Job) -> list[Bytes]:
+        from moe_numerics.virtual_gpu import VirtualGPU, VirtualGPUError
+
+        gpu = VirtualGPU(self.arch, "fast", False, 10_000_000)
+        inputs = [torch.from_numpy(np.array(data)) for data in job.inputs]
+        outputs = [torch.zeros(max(size, 1), dtype=torch.uint8) for size in job.outputs]
+        args: list[Any] = [*outputs, *inputs] if job.outputs_first else [*inputs, *outputs]
+        if job.count is not None:
+            args.append(job.count)
+        try:
+            with np.errstate(all="ignore"):
+                gpu.launch(job.ptx, job.kernel, job.blocks, job.threads, args, cluster=job.cluster)
+        except VirtualGPUError as error:
+            raise SiliconError(f"{job.name} on virtual:{self.arch}: {error}") from error
+        return [output.numpy()[:size] for output, size in zip(outputs, job.outputs, strict=True)]
+
+
+class CudaRunner:
+    """A CUDA device. The driver compiles the PTX; memory and the context are PyTorch's."""
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = torch.device(device)
+        torch.cuda.init()
+        torch.zeros(1, device=self.device)
+        self._loaded: dict[tuple[str, str], Any] = {}
+
+    def function(self, ptx: str, kernel: str) -> Any:
+        """The driver's handle of a kernel; modules stay loaded."""
+        from cuda.bindings import driver
+
+        key = (ptx, kernel)
+        if key not in self._loaded:
+            module = _checked(driver.cuModuleLoadData(ptx.encode() + b"\0"), "loading the PTX")
+            self._loaded[key] = _checked(driver.cuModuleGetFunction(module, kernel.encode()), f"finding kernel {kernel}")
+        return self._loaded[key]
+
+    def launch(self, ptx: str, kernel: str, blocks: int, threads: int, args: Sequence[torch.Tensor | int]) -> None:
+        """Launches a kernel on tensors of the device and u32 numbers, on PyTorch's current stream."""
+        import ctypes
+
+        from cuda.bindings import driver
+
+        values = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        kinds = tuple(ctypes.c_void_p if isinstance(arg, torch.Tensor) else ctypes.c_uint32 for arg in args)
+        stream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
+        _checked(
+            driver.cuLaunchKernel(self.function(ptx, kernel), blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0),
+            f"launching {kernel}",
+        )
+
+    def run(self, job: Job) -> list[Bytes]:
+        inputs = [torch.from_numpy(np.array(data)).to(self.device) for data in job.inputs]
+        outputs = [torch.zeros(max(size, 1), dtype=torch.uint8, device=self.device) for size in job.outputs]
+        args: list[torch.Tensor | int] = [*outputs, *inputs] if job.outputs_first else [*inputs, *outputs]
+        if job.count is not None:
+            args.append(job.count)
+        try:
+            self.launch(job.ptx, job.kernel, job.blocks, job.threads, args)
+            torch.cuda.synchronize(self.device)
+        except (SiliconError, RuntimeError) as error:
+            raise SiliconError(f"{job.name} on {self.device}: {error}") from error
+        return [output.cpu().numpy()[:size] for output, size in zip(outputs, job.outputs, strict=True)]
+
+
+def _checked(result: tuple[Any, ...], doing: str) -> Any:
+    from cuda.bindings import driver
+
+    code, *values = result
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise SiliconError(f"{doing} failed: {code.name}")
+    return values[0] if values else None

@@ -1,0 +1,156 @@
+"""`check`, `@kernel` and the pytest plugin judge other people's kernels: right ones pass, wrong ones are explained."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from moe_numerics.reference import elementwise, mxfp8
+from moe_numerics.reference.formats import E4M3
+
+import moe_numerics
+from moe_numerics.cases import Case
+from moe_numerics.checking import KernelError, UnexplainedBits, binding
+from moe_numerics.paths import PathError
+from moe_numerics.strategies import cases
+
+CASE = Case("quantize.mxfp8_e4m3", counts=(3, 0, 40), hidden=64)
+
+
+def quantised(scale_rule: str = "rceil"):  # type: ignore[no-untyped-def]
+    contract = moe_numerics.profile("suite").replace(scale_rule=scale_rule)
+
+    @moe_numerics.kernel("quantize.mxfp8_e4m3", inputs={"x": "x", "offsets": "offs"}, outputs={"codes": 0, "scales": 1})
+    def mine(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        copy = mxfp8.quantize(x, -1, E4M3, contract)
+        return copy.codes, copy.scales
+
+    return mine
+
+
+def test_a_right_kernel_passes() -> None:
+    """Fault: a check that fails whatever it is given."""
+    result = moe_numerics.check(quantised(), cases=6)
+    assert result.passed
+    result.raise_if_unexplained()
+    assert {finding.output for finding in result} >= {"codes_rowwise", "scales_rowwise"}
+
+
+def test_a_wrong_scale_rule_is_found_and_named() -> None:
+    """Fault: a tolerance wide enough for a scale that is off by one exponent."""
+    result = moe_numerics.check(quantised("floor"), cases=6)
+    assert not result.passed
+    assert result.nearest == "100% bit-equal under scale_rule=floor"
+    with pytest.raises(UnexplainedBits, match="scales_rowwise"):
+        result.raise_if_unexplained()
+
+
+def test_outputs_that_are_not_returned_are_unchecked() -> None:
+    """Fault: outputs that nobody compared are counted as right."""
+    result = moe_numerics.check(quantised(), cases=CASE)
+    unchecked = {finding.output for finding in result if finding.unchecked}
+    assert unchecked == {"codes_colwise", "scales_colwise", "amax"}
+
+
+def test_cases_may_be_a_strategy() -> None:
+    """Fault: a strategy is taken for a list."""
+    mine = quantised()
+    result = moe_numerics.check(mine, cases=cases(binding(mine).space()))
+    assert result.passed
+    assert result.cases > 1
+
+
+def test_names_of_the_path_need_no_decorator() -> None:
+    """Fault: an undecorated function with the path's own names is refused."""
+
+    def plain(x: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        return elementwise.quantize(x, offsets, counts, element=E4M3)
+
+    space = dataclasses.replace(binding(plain, "quantize.mxfp8_e4m3").space(), alignments=(1,))
+    from moe_numerics.drawing import draw_cases
+
+    assert moe_numerics.check(plain, "quantize.mxfp8_e4m3", cases=draw_cases(4, 1, space)).passed
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda x: 1 / 0, "raised ZeroDivisionError"),
+        (lambda x: (x,), "returned 1 results"),
+        (lambda x: ("codes", "scales"), "expected a tensor"),
+        (lambda x: (x.view(torch.uint8), x.view(torch.uint8)), "codes_rowwise"),
+        (lambda x: (x.zero_(), x), "wrote into its input"),
+        (lambda x: (x.float(), x), "codes_rowwise"),
+    ],
+    ids=["raises", "too few results", "no tensors", "wrong shape", "writes into inputs", "wrong dtype"],
+)
+def test_a_broken_callable_is_a_clear_error(body, message: str) -> None:  # type: ignore[no-untyped-def]
+    """Fault: a callable that does not do what its binding says ends in a traceback of ours."""
+
+    @moe_numerics.kernel("quantize.mxfp8_e4m3", inputs={"x": "x", "offsets": "offs"}, outputs={"codes": 0, "scales": 1})
+    def broken(x: torch.Tensor, offs: torch.Tensor) -> object:
+        return body(x)
+
+    with pytest.raises(KernelError, match=message):
+        moe_numerics.check(broken, cases=CASE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"path": "swiglu.fwd.mxfp8"}, "did you mean"),
+        ({"inputs": {"x": "x"}}, "offsets"),
+        ({"inputs": {"y": "x", "offsets": "offs"}}, "no input 'y'"),
+        ({"outputs": {"nothing": 0}}, "no output 'nothing'"),
+        ({"outputs": {}}, "outputs are empty"),
+        ({"profile": "nobody"}, "profile 'nobody' is unknown"),
+        ({"inputs": {"x": "z", "offsets": "offs"}}, "no argument 'z'"),
+    ],
+)
+def test_a_wrong_binding_is_refused(arguments: dict[str, object], message: str) -> None:
+    """Fault: a typing error in a decorator shows only when the kernel runs."""
+    right = {"path": "quantize.mxfp8_e4m3", "inputs": {"x": "x", "offsets": "offs"}, "outputs": {"codes": 0}}
+    with pytest.raises(PathError, match=message):
+
+        @moe_numerics.kernel(**(right | arguments))  # type: ignore[arg-type]
+        def mine(x: torch.Tensor, offs: torch.Tensor) -> None: ...
+
+
+def test_the_plugin_judges_in_a_users_suite(tmp_path: Path) -> None:
+    """Fault: the fixture is not found, passes a wrong kernel, or its failure says nothing."""
+    (tmp_path / "test_mine.py").write_text(
+        """
+import torch, moe_numerics
+
+@moe_numerics.kernel(path="relu.fwd.bf16", inputs={"x": "x", "offsets": "offs"}, outputs={"out": 0})
+def right(x, offs):
+    return torch.where(x <= 0, torch.zeros_like(x), x)
+
+@moe_numerics.kernel(path="relu.fwd.bf16", inputs={"x": "x", "offsets": "offs"}, outputs={"out": 0})
+def wrong(x, offs):
+    return x
+
+def test_right(moe_check):
+    assert moe_check(right).passed
+
+def test_wrong(moe_check):
+    moe_check(wrong)
+"""
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--moe-cases", "3", str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert ran.returncode == 1
+    assert "1 failed, 1 passed" in ran.stdout
+    assert "UnexplainedBits" in ran.stdout
+    assert "first at row" in ran.stdout
+
+
+def test_the_plugin_loads_neither_torch_nor_cutlass() -> None:
+    """Fault: every pytest run on the machine pays for an import that it does not use."""
+    code = "import moe_numerics.pytest_plugin, sys; print([m for m in ('torch', 'cutlass') if m in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
