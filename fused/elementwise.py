@@ -22,6 +22,7 @@ from moe_numerics.fused.launch import check_tensor, launch
 from moe_numerics.fused.memory import MaybeTensor
 from moe_numerics.fused.mxfp8 import BLOCK, Mxfp8
 from moe_numerics.fused.ragged import slot_grid
+from moe_numerics.fused.scale_layout import fill_scales
 from moe_numerics.fused.tile import (
     COLUMNS,
     ROWS,
@@ -140,6 +141,10 @@ def _launch(
     hidden = source.shape[1] // op.layout.inputs
     columns = (hidden + COLUMNS - 1) // COLUMNS
     zero_amax(amax, stream)
+    if cutlass.const_expr(sink.blocks and sink.copies.swizzled):
+        for scales in (scales_rowwise, scales_colwise):
+            if cutlass.const_expr(scales is not None):
+                fill_scales(sink.scale_padding, scales, stream)
     tile_kernel(
         op,
         sink,
@@ -184,6 +189,18 @@ def fake(dtype: Any, *shape: Any, align: int) -> Any:
     return runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=align)
 
 
+def fake_swizzled() -> Any:
+    """Stands for swizzled scales when a function is compiled."""
+    return fake(Uint8, cute.sym_int(divisibility=512), align=16)
+
+
+def required_alignment(name: str, shape: tuple[int, ...]) -> int:
+    """Bytes of which the address of a result is a multiple: whole vectors are written to codes and swizzled scales."""
+    if name.startswith("scales"):
+        return 16 if len(shape) == 1 else 4
+    return 16 if len(shape) == 2 else 4
+
+
 @dataclass(frozen=True)
 class _Variant:
     """What one compilation depends on."""
@@ -208,6 +225,7 @@ class _Variant:
             cute.sym_int(divisibility=self.op.layout.inputs * BLOCK),
         )
         own = wide if backward else narrow
+        swizzled = fake_swizzled() if quantised and self.sink.copies.swizzled else None
         offset_type = Int64 if self.wide_offsets else Int32
         return (
             self.op,
@@ -221,9 +239,9 @@ class _Variant:
             fake(Int32, rows(), align=4) if self.counts else None,
             None if quantised else fake(BFloat16, rows(), own, align=16),
             fake(Uint8, rows(), own, align=16) if rowwise else None,
-            fake(Uint8, rows(), rows(), align=1) if rowwise else None,
+            (swizzled or fake(Uint8, rows(), rows(), align=1)) if rowwise else None,
             fake(Uint8, rows(), own, align=16) if colwise else None,
-            fake(Uint8, rows(), own, align=1) if colwise else None,
+            (swizzled or fake(Uint8, rows(), own, align=1)) if colwise else None,
             fake(Float32, rows(), align=4),
             fake(Float32, rows(), rows(), align=4) if dprob else None,
             fake(Float32, rows(), align=4) if dprob else None,
@@ -302,17 +320,20 @@ def _run(
         if out is not None and name not in out:
             raise ValueError(f"out lacks {name!r}: expected {', '.join(shapes)}")
         results[name] = torch.empty(shape, dtype=dtype, device=device) if out is None else out[name]
-        check_tensor(name, results[name], dtype, shape, device, 16 if len(shape) == 2 and "scales" not in name else 4)
+        check_tensor(name, results[name], dtype, shape, device, required_alignment(name, shape))
     if rows == 0:
         # There is nothing to launch for, and the DSL takes no tensor without elements.
         for name in ("amax", "dbias"):
             if name in results:
                 results[name].zero_()
+        if blocks.swizzled and "scales_colwise" in results:
+            results["scales_colwise"].fill_(contract.scale_padding)
         return results
     shares = torch.empty((-(-hidden // COLUMNS), rows), dtype=torch.float32, device=device) if dprob else None
     column_shares = torch.empty((rows // ROWS + experts, width), dtype=torch.float32, device=device) if dbias else None
     quantizer = Bfloat16(contract.nan_policy == "propagate") if element is None else Mxfp8.of(element, contract)
-    sink = Sink(quantizer, blocks, alignment % BLOCK == 0)
+    padding = contract.scale_padding if blocks.swizzled else 0
+    sink = Sink(quantizer, blocks, alignment % BLOCK == 0, padding)
     variant = _Variant(op, sink, offsets.dtype == torch.int64, counts is not None, prob is not None, bias is not None)
     launch(
         variant.compile(),
@@ -437,7 +458,8 @@ def quantize(
 ) -> dict[str, torch.Tensor]:
     """MXFP8 codes and scales of x in the copies that `blocks` names, in one pass, and each expert's amax.
 
-    x: bfloat16 [capacity, hidden]. Other arguments, results and errors as for `activation_forward`.
+    x: bfloat16 [capacity, hidden]. Swizzled scales are flat, and every byte of them is written. Other arguments,
+    results and errors as for `activation_forward`.
     """
     return _run(
         Forward, IDENTITY, "halves", x, None, offsets, counts, None, None, element, alignment, contract, out, blocks

@@ -17,12 +17,13 @@ import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
 from moe_numerics.fused import transpose
 from moe_numerics.fused.compilation import Compiled, compile_function
-from moe_numerics.fused.elementwise import check_ragged, fake, zero_amax
+from moe_numerics.fused.elementwise import check_ragged, fake, fake_swizzled, required_alignment, zero_amax
 from moe_numerics.fused.hadamard import Rotation
 from moe_numerics.fused.launch import check_tensor, launch
 from moe_numerics.fused.memory import MaybeTensor
 from moe_numerics.fused.nvfp4 import BLOCK, Nvfp4
 from moe_numerics.fused.ragged import slot_grid
+from moe_numerics.fused.scale_layout import fill_scales
 from moe_numerics.reference.contract import SUITE, Contract
 from moe_numerics.reference.grouped_nvfp4 import COLWISE_STREAM, ROWWISE_STREAM, Recipe, output_shapes
 
@@ -36,6 +37,8 @@ def _launch(
     block2d: cutlass.Constexpr,
     dense: cutlass.Constexpr,
     measure: cutlass.Constexpr,
+    swizzled: cutlass.Constexpr,
+    scale_padding: cutlass.Constexpr,
     x: cute.Tensor,
     offsets: cute.Tensor,
     counts: MaybeTensor,
@@ -73,10 +76,15 @@ def _launch(
         transpose.amax_kernel(quantizer, rotation, hidden, x, offsets, counts, plain, rotated).launch(
             grid=narrow, block=block, stream=stream
         )
+    if cutlass.const_expr(swizzled):
+        for scales in (scales_rowwise, scales_colwise):
+            if cutlass.const_expr(scales is not None):
+                fill_scales(scale_padding, scales, stream)
     if cutlass.const_expr(codes_rowwise is not None):
         transpose.rowwise_kernel(
             quantizer,
             block2d,
+            swizzled,
             ROWWISE_STREAM,
             hidden,
             x,
@@ -98,6 +106,7 @@ def _launch(
             rotation,
             block2d,
             dense,
+            swizzled,
             COLWISE_STREAM,
             hidden,
             x,
@@ -129,6 +138,7 @@ class _Variant:
     measure: bool
     wide_offsets: bool
     counts: bool
+    scale_padding: int
 
     def compile(self) -> Compiled:
         return compile_function(_launch, self, self._arguments)
@@ -137,21 +147,24 @@ class _Variant:
         size = cute.sym_int
         offset_type = Int64 if self.wide_offsets else Int32
         row, column = self.recipe.rowwise, self.recipe.colwise
+        swizzled = fake_swizzled() if self.recipe.swizzled else None
         return (
             self.quantizer,
             self.rotation,
             self.recipe.block2d,
             self.dense,
             self.measure,
+            self.recipe.swizzled,
+            self.scale_padding,
             fake(BFloat16, size(), size(divisibility=BLOCK), align=16),
             fake(offset_type, size(), align=offset_type.width // 8),
             fake(Int32, size(), align=4) if self.counts else None,
             fake(Int32, 2, align=4) if self.recipe.stochastic else None,
             fake(Uint8, size(), size(divisibility=BLOCK // 2), align=16) if row else None,
-            fake(Uint8, size(), size(), align=1) if row else None,
+            (swizzled or fake(Uint8, size(), size(), align=1)) if row else None,
             fake(Float32, size(), align=4) if row else None,
             fake(Uint8, size(), size(divisibility=BLOCK // 2), align=16) if column else None,
-            fake(Uint8, size(), size(), align=1) if column else None,
+            (swizzled or fake(Uint8, size(), size(), align=1)) if column else None,
             fake(Float32, size(), align=4) if column else None,
             runtime.make_fake_stream(),
         )
@@ -200,12 +213,14 @@ def quantize(
         if given is not None and name not in given:
             raise ValueError(f"{'amax' if given is amax else 'out'} lacks {name!r}: expected {', '.join(shapes)}")
         results[name] = torch.empty(shape, dtype=dtype, device=device) if given is None else given[name]
-        check_tensor(name, results[name], dtype, shape, device, 16 if name.startswith("codes") else 4)
+        check_tensor(name, results[name], dtype, shape, device, required_alignment(name, shape))
     if rows == 0:
         # There is nothing to launch for, and the DSL takes no tensor without elements.
         for name in shapes:
             if name.startswith("amax") and amax is None:
                 results[name].zero_()
+        if recipe.swizzled and recipe.colwise:
+            results["scales_colwise"].fill_(contract.scale_padding)
         return results
     variant = _Variant(
         Nvfp4.of(contract, recipe),
@@ -215,6 +230,7 @@ def quantize(
         amax is None,
         offsets.dtype == torch.int64,
         counts is not None,
+        contract.scale_padding if recipe.swizzled else 0,
     )
     launch(
         variant.compile(),

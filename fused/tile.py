@@ -23,6 +23,7 @@ from moe_numerics.fused.activations import Activation
 from moe_numerics.fused.memory import MaybeTensor, load_words, pack_bf16, select, store_words, unpack_bf16
 from moe_numerics.fused.mxfp8 import Mxfp8
 from moe_numerics.fused.ragged import SLOTS_PER_LAYER, locate_tile, raise_amax
+from moe_numerics.fused.scale_layout import store_scale
 from moe_numerics.reference.elementwise import BOTH, Blocks
 
 __all__ = [
@@ -88,6 +89,8 @@ class Sink:
     copies: Blocks = BOTH
     dense_scale_rows: bool = False
     """Column-wise scales without a spare row for each expert: offsets are multiples of the block."""
+    scale_padding: int = 0
+    """Byte of swizzled scales wherever no block has one."""
 
     @property
     def blocks(self) -> bool:
@@ -102,6 +105,10 @@ class Sink:
     def shared_blocks(self) -> bool:
         """Whether a block spans the rows of the tile, so that its maximum goes through shared memory."""
         return self.blocks and (self.copies.colwise or self.copies.block2d)
+
+    def scale_rows(self, rows: Int32, experts: Int32) -> Int32:
+        """Number of rows of the column-wise scales of a buffer."""
+        return (rows + ROWS - 1) // ROWS if self.dense_scale_rows else rows // ROWS + experts
 
 
 @dataclass(frozen=True)
@@ -261,6 +268,14 @@ def _place_of(op: Any, column: Int32, hidden: Int32, stream: Int32) -> Int32:
     return places[0] if len(places) == 1 else select(stream == 0, places[0], places[1])
 
 
+def _store_rowwise_scale(sink: Any, scales: cute.Tensor, row: Int32, place: Int32, width: Int32, code: Uint32) -> None:
+    """Write the scale of the 1x32 block that begins at column `place` of an output of `width` columns."""
+    if sink.copies.swizzled:
+        store_scale(scales, row, place // 32, width // 32, code)
+    else:
+        scales[row, place // 32] = code.to(Uint8)
+
+
 @cute.jit
 def _share_columns(
     op: cutlass.Constexpr,
@@ -381,7 +396,7 @@ def tile_kernel(
                     words = quantizer.encode(current, [quantizer.factor(code)] * VECTOR)
                     pointer = codes_rowwise.iterator + pointer
                     if inside and row < end and thread % 4 == 0:
-                        scales_rowwise[row, places[stream] // 32] = code.to(Uint8)
+                        _store_rowwise_scale(sink, scales_rowwise, row, places[stream], width, code)
                 # A compile-time condition stands alone: where it is mixed with others, the branch is traced regardless.
                 if cutlass.const_expr(not sink.blocks or sink.row_blocks):  # noqa: SIM102
                     if inside and row < end:
@@ -426,7 +441,12 @@ def tile_kernel(
                             scale_row = slot
                             if cutlass.const_expr(sink.dense_scale_rows):
                                 scale_row = slot - expert
-                            scales_colwise[scale_row, _place_of(op, own_column, hidden, stream_index)] = code.to(Uint8)
+                            own_place = _place_of(op, own_column, hidden, stream_index)
+                            if cutlass.const_expr(sink.copies.swizzled):
+                                scale_rows = sink.scale_rows(source.shape[0], offsets.shape[0] - 1)
+                                store_scale(scales_colwise, own_place, scale_row, scale_rows, code)
+                            else:
+                                scales_colwise[scale_row, own_place] = code.to(Uint8)
         raise_amax(amax.iterator + expert, of_expert, lane)
 
         if cutlass.const_expr(sink.shared_blocks):
@@ -444,4 +464,6 @@ def tile_kernel(
                         if cutlass.const_expr(sink.copies.rowwise and sink.copies.block2d):
                             store_words(codes_rowwise.iterator + offset, words)
                             if thread % 4 == 0:
-                                scales_rowwise[row, places[stream] // 32] = tile_codes[entry].to(Uint8)
+                                _store_rowwise_scale(
+                                    sink, scales_rowwise, row, places[stream], width, tile_codes[entry]
+                                )

@@ -18,6 +18,7 @@ from moe_numerics.fused.memory import MaybeTensor, load_words, select, store_wor
 from moe_numerics.fused.nvfp4 import BLOCK
 from moe_numerics.fused.philox import philox, unpack_bits
 from moe_numerics.fused.ragged import SLOTS_PER_LAYER, locate_tile, raise_amax
+from moe_numerics.fused.scale_layout import store_scale
 
 __all__ = [
     "COLUMNS",
@@ -144,6 +145,7 @@ def row_amax_kernel(
 def rowwise_kernel(
     quantizer: cutlass.Constexpr,
     block2d: cutlass.Constexpr,
+    swizzled: cutlass.Constexpr,
     stream: cutlass.Constexpr,
     hidden: Int32,
     x: cute.Tensor,
@@ -208,7 +210,10 @@ def rowwise_kernel(
             pointer = codes.iterator + (Int64(row) * (hidden // 2) + block * (BLOCK // 2))
             if inside and row < end:
                 store_words(pointer, words)
-                scales[row, block] = code.to(Uint8)
+                if cutlass.const_expr(swizzled):
+                    store_scale(scales, row, block, hidden // BLOCK, code)
+                else:
+                    scales[row, block] = code.to(Uint8)
 
 
 @cute.kernel
@@ -217,6 +222,7 @@ def colwise_kernel(
     rotation: cutlass.Constexpr,
     block2d: cutlass.Constexpr,
     dense: cutlass.Constexpr,
+    swizzled: cutlass.Constexpr,
     stream: cutlass.Constexpr,
     hidden: Int32,
     x: cute.Tensor,
@@ -266,7 +272,10 @@ def colwise_kernel(
                 pointer = codes.iterator + (Int64(column + j) * codes.shape[1] + block * (BLOCK // 2))
                 if inside:
                     store_words(pointer, words)
-                    scales[column + j, block] = code.to(Uint8)
+                    if cutlass.const_expr(swizzled):
+                        store_scale(scales, column + j, block, codes.shape[1] // (BLOCK // 2), code)
+                    else:
+                        scales[column + j, block] = code.to(Uint8)
 
 
 def _without_rows_past(words: list[Uint32], rows: Int32) -> list[Uint32]:

@@ -46,8 +46,8 @@ class OutputSpec:
     """One output: its number format, its shape in words, and what its rows are.
 
     rows: "token" (row of the buffer), "block" (a column-wise block of 32 rows of one expert), "expert", "all" (every
-    element is owned), or "transposed": rows are columns of the buffer, and each `columns_per_block` columns belong to
-    a block of 16 rows of one expert.
+    element is owned), "buffer" (the same, of scales swizzled over the whole buffer), or "transposed": rows are columns
+    of the buffer, and each `columns_per_block` columns belong to a block of 16 rows of one expert.
     """
 
     name: str
@@ -75,7 +75,7 @@ class OutputSpec:
 
     def row_expert(self, experts: Experts, device: torch.device | str = "cpu") -> torch.Tensor | None:
         """int64 [rows]: the expert of each row, -1 for none; None where rows have no expert."""
-        if self.rows in ("all", "transposed"):
+        if self.rows in ("all", "buffer", "transposed"):
             return None
         if self.rows == "token":
             return experts.row_expert(device)
@@ -142,17 +142,31 @@ _RAGGED = (TensorSpec("offsets", kind="offsets"), TensorSpec("counts", kind="cou
 _PROB = TensorSpec("prob", "float32", "prob")
 
 
-def _written(element: FloatFormat | None, columns: str, bfloat16_name: str = "out") -> tuple[OutputSpec, ...]:
+def _swizzled(name: str, form: str, lines: str, blocks: str) -> OutputSpec:
+    """Scales in tiles of 128 lines by 4 blocks, the bytes between them included."""
+    return OutputSpec(name, form, f"[tiles of 128 {lines} * tiles of 4 {blocks} * 512]", "buffer")
+
+
+def _written(element: FloatFormat | None, columns: str, blocks: Blocks = BOTH) -> tuple[OutputSpec, ...]:
     amax = OutputSpec("amax", "float32", "[experts]", "expert")
     if element is None:
-        return OutputSpec(bfloat16_name, "bfloat16", f"[capacity, {columns}]", "token"), amax
-    return (
-        OutputSpec("codes_rowwise", element.name, f"[capacity, {columns}]", "token"),
-        OutputSpec("scales_rowwise", "E8M0", f"[capacity, {columns} / 32]", "token"),
-        OutputSpec("codes_colwise", element.name, f"[capacity, {columns}]", "token"),
-        OutputSpec("scales_colwise", "E8M0", f"[blocks of 32 rows, {columns}]", "block"),
-        amax,
-    )
+        return OutputSpec("out", "bfloat16", f"[capacity, {columns}]", "token"), amax
+    outputs: list[OutputSpec] = []
+    if blocks.rowwise:
+        outputs += [
+            OutputSpec("codes_rowwise", element.name, f"[capacity, {columns}]", "token"),
+            _swizzled("scales_rowwise", "E8M0", "rows", "blocks of 32 columns")
+            if blocks.swizzled
+            else OutputSpec("scales_rowwise", "E8M0", f"[capacity, {columns} / 32]", "token"),
+        ]
+    if blocks.colwise:
+        outputs += [
+            OutputSpec("codes_colwise", element.name, f"[capacity, {columns}]", "token"),
+            _swizzled("scales_colwise", "E8M0", "columns", "blocks of 32 rows")
+            if blocks.swizzled
+            else OutputSpec("scales_colwise", "E8M0", f"[blocks of 32 rows, {columns}]", "block"),
+        ]
+    return (*outputs, amax)
 
 
 _FORMATS: dict[str, FloatFormat | None] = {"bf16": None, "mxfp8_e4m3": E4M3, "mxfp8_e5m2": E5M2}
@@ -265,6 +279,7 @@ _BLOCKS = {
     ".rowwise": Blocks(colwise=False),
     ".colwise": Blocks(rowwise=False),
     ".32x32": Blocks(block2d=True),
+    ".swizzled": Blocks(swizzled=True),
 }
 
 _RECIPES = {
@@ -280,6 +295,7 @@ _RECIPES = {
     ".4over6_mse": Recipe(four_over_six="mse", scale_max=256.0),
     ".4over6_mae.448": Recipe(colwise=False, four_over_six="mae"),
     ".4over6_mse.448": Recipe(colwise=False, four_over_six="mse"),
+    ".swizzled": Recipe(swizzled=True),
     ".row_scaled": Recipe(colwise=False, row_scaled=True),
     ".row_scaled.4over6_mae": Recipe(colwise=False, row_scaled=True, four_over_six="mae", scale_max=256.0),
 }
@@ -297,7 +313,7 @@ def _described(recipe: Recipe) -> str:
         )
     if recipe.stochastic:
         parts.append("rounded stochastically (exact given the seed)")
-    return ", ".join(parts)
+    return ", ".join(parts) + ", scales swizzled" * recipe.swizzled
 
 
 def _nvfp4_outputs(recipe: Recipe) -> tuple[OutputSpec, ...]:
@@ -305,7 +321,9 @@ def _nvfp4_outputs(recipe: Recipe) -> tuple[OutputSpec, ...]:
     if recipe.rowwise:
         outputs += [
             OutputSpec("codes_rowwise", "E2M1x2", "[capacity, hidden / 2]", "token"),
-            OutputSpec("scales_rowwise", "E4M3", "[capacity, hidden / 16]", "token"),
+            _swizzled("scales_rowwise", "E4M3", "rows", "blocks of 16 columns")
+            if recipe.swizzled
+            else OutputSpec("scales_rowwise", "E4M3", "[capacity, hidden / 16]", "token"),
             OutputSpec("amax_rowwise", "float32", "[capacity]", "token")
             if recipe.row_scaled
             else OutputSpec("amax_rowwise", "float32", "[1] or [experts]", "all"),
@@ -313,7 +331,9 @@ def _nvfp4_outputs(recipe: Recipe) -> tuple[OutputSpec, ...]:
     if recipe.colwise:
         outputs += [
             OutputSpec("codes_colwise", "E2M1x2", "[hidden, blocks of 16 rows * 8]", "transposed", 8),
-            OutputSpec("scales_colwise", "E4M3", "[hidden, blocks of 16 rows]", "transposed", 1),
+            _swizzled("scales_colwise", "E4M3", "columns", "blocks of 16 rows")
+            if recipe.swizzled
+            else OutputSpec("scales_colwise", "E4M3", "[hidden, blocks of 16 rows]", "transposed", 1),
             OutputSpec("amax_colwise", "float32", "[1] or [experts]", "all"),
         ]
     return tuple(outputs)
@@ -343,14 +363,14 @@ def all_paths() -> tuple[Path, ...]:
     for element in (E4M3, E5M2):
         for name, blocks in _BLOCKS.items():
             copies = [what for what in ("rowwise", "colwise") if getattr(blocks, what)]
-            written = [o for o in _written(element, "hidden") if o.name == "amax" or o.name.split("_")[1] in copies]
             shape = " in 32x32 tiles" if blocks.block2d else " in one pass" if len(copies) == 2 else ""
+            shape += ", scales swizzled" * blocks.swizzled
             paths.append(
                 Path(
                     f"quantize.mxfp8_{element.name.lower()}{name}",
                     f"bfloat16 to MXFP8 {element.name}, {' and '.join(copies)}{shape}; amax of each expert",
                     (TensorSpec("x"), *_RAGGED),
-                    tuple(written),
+                    _written(element, "hidden", blocks=blocks),
                     _QUANTISE_PROFILES,
                     Mxfp8Copies(element, blocks),
                 )

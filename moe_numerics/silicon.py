@@ -211,7 +211,7 @@ def _kept(work: _Work, silicon: list[Bytes]) -> dict[str, npt.NDArray[Any]]:
         return {f"probe/{name}": np.concatenate([x[: KEPT * size] for x, size in zip(silicon, sizes, strict=True)])}
     words = np.concatenate([_words(x, 4) for x in silicon])
     digest = np.frombuffer(hashlib.sha256(words.tobytes()).digest(), np.uint8)
-    return {f"scene/{name}": words[:: max(1, words.size // SAMPLE)], f"hash/{name}": digest}
+    return {f"scene/{name}": words[:: max(1, words.size // SAMPLE)].copy(), f"hash/{name}": digest}
 
 
 def replay(vectors: Mapping[str, npt.NDArray[Any]], names: Callable[[str], bool] = lambda name: True) -> Iterator[Outcome]:

@@ -24,15 +24,21 @@ from moe_numerics.reference import oracle
 from moe_numerics.reference.activations import Activation, UnaryActivation
 from moe_numerics.reference.elementwise import join_gate_up, split_gate_up
 
+from moe_numerics.cases import Values
 from moe_numerics.paths import Path
 from moe_numerics.strategies import cases
 
-PATHS = [path for path in representative_paths() if ".bwd.bf16" in path.id]
+PATHS = [
+    path
+    for path in representative_paths()
+    if ".bwd.bf16" in path.id and not getattr(path.operation, "bias", False)
+]
 
 ROUNDINGS = 16
 """Float32 roundings between the inputs and a gradient or a term of dprob: fewer in every activation's chain."""
 UNIT = 2.0**-24
-HALF_BFLOAT16 = 2.0**-9
+HALF_BFLOAT16 = 2.0**-8
+"""Largest relative error of rounding to bfloat16's 8 significant bits."""
 SMALLEST_BFLOAT16 = 2.0**-134
 """Half of the smallest bfloat16: what rounding near zero may lose."""
 TREE_DEPTH = 7 + 4
@@ -58,10 +64,8 @@ def test_gradients_are_those_of_autograd(path: Path, device: ActiveDevice, data:
     drawn = space(path, kinds=("plain", "gaussian", "constant", "ties_e4m3"), allow_specials=False)
     case = data.draw(cases(drawn))
     assume(case.tokens)
-    # Exponents that a drawn case may carry are taken off again: tails and overflow have tests of their own.
-    case = case.replace(
-        values={name: item if item.kind in ("router", "ones") else type(item)(item.kind, item.seed) for name, item in case.values.items()}
-    )
+    # Without the exponents and edits of the drawn values: tails and overflow have tests of their own.
+    case = case.replace(values={name: Values(item.kind, item.seed) for name, item in case.values.items()})
     activation: Activation = path.operation.activation  # type: ignore[attr-defined]
     tensors = case.tensors(path.inputs)
     valid = path.experts(case).valid_rows()

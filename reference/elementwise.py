@@ -27,6 +27,7 @@ from .activations import ACTIVATIONS, Activation, UnaryActivation
 from .contract import SUITE, Contract
 from .formats import FloatFormat
 from .ragged import Experts
+from .scale_layout import swizzle_quantized, swizzled_size
 
 TILE_COLUMNS = 128
 GROUP_COLUMNS = 8
@@ -36,15 +37,18 @@ ROW_STEP = 8
 
 @dataclass(frozen=True)
 class Blocks:
-    """Which MXFP8 copies are written, and the shape of their blocks.
+    """Which MXFP8 copies are written, the shape of their blocks, and the order of their scales.
 
-    rowwise: blocks of 1x32; colwise: of 32x1. block2d: both have one scale for each 32x32 tile instead.
+    rowwise: blocks of 1x32; colwise: of 32x1. block2d: both have one scale for each 32x32 tile instead. swizzled:
+    scales over the whole buffer in tiles of 128 lines by 4 blocks (`scale_layout`), lines being rows or, column-wise,
+    columns.
     ValueError: no copy at all.
     """
 
     rowwise: bool = True
     colwise: bool = True
     block2d: bool = False
+    swizzled: bool = False
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.colwise):
@@ -106,9 +110,13 @@ def output_shapes(
         if blocks.rowwise:
             shapes["codes_rowwise"] = ((rows, width), torch.uint8)
             shapes["scales_rowwise"] = ((rows, width // mxfp8.BLOCK), torch.uint8)
+            if blocks.swizzled:
+                shapes["scales_rowwise"] = ((swizzled_size(rows, width // mxfp8.BLOCK),), torch.uint8)
         if blocks.colwise:
             shapes["codes_colwise"] = ((rows, width), torch.uint8)
             shapes["scales_colwise"] = ((scale_rows, width), torch.uint8)
+            if blocks.swizzled:
+                shapes["scales_colwise"] = ((swizzled_size(width, scale_rows),), torch.uint8)
     else:
         shapes["out"] = ((rows, width), torch.bfloat16)
     shapes["amax"] = ((experts,), torch.float32)
@@ -181,7 +189,8 @@ def write_values(
     """Gives the results of a kernel for float32 values [capacity, columns]: rounded or quantised, and the amax.
 
     Without `element`: `out` bfloat16 [capacity, columns]. With it: `codes_rowwise`, `scales_rowwise`,
-    `codes_colwise`, `scales_colwise` of `mxfp8.quantize`. Always `amax` float32 [experts], of the values before
+    `codes_colwise`, `scales_colwise` of `mxfp8.quantize`, or the swizzled scales with contract.scale_padding where no
+    block of an expert has one. Always `amax` float32 [experts], of the values before
     rounding to bfloat16, or of what is quantised.
     """
     if element is None:
@@ -192,7 +201,8 @@ def write_values(
     for name, axis, wanted in (("rowwise", -1, blocks.rowwise), ("colwise", -2, blocks.colwise)):
         if wanted:
             copy = mxfp8.quantize(values, axis, element, contract, experts, blocks.block2d)
-            results |= {f"codes_{name}": copy.codes, f"scales_{name}": copy.scales}
+            scales = swizzle_quantized(copy, contract.scale_padding) if blocks.swizzled else copy.scales
+            results |= {f"codes_{name}": copy.codes, f"scales_{name}": scales}
     staged = values.to(torch.bfloat16).to(torch.float32) if contract.staging == "bfloat16" else values
     return results | {"amax": amaxes.per_expert(staged, experts, contract)}
 

@@ -16,6 +16,7 @@ from . import hadamard, nvfp4
 from .contract import SUITE, Contract
 from .quantized import Quantized
 from .ragged import Experts
+from .scale_layout import swizzle, swizzled_size
 
 BLOCK = nvfp4.BLOCK
 # Numbers that tell the random streams of one tensor's two copies apart.
@@ -29,7 +30,8 @@ class Recipe:
     rowwise, colwise: which copies. rotated: the column-wise copy is of the rotated blocks. block2d: scales of 16x16
     tiles. stochastic: codes are rounded stochastically, with Philox bits keyed by the seed. four_over_six: "mae" or
     "mse", the error by which each block chooses between two scales; scale_max: the largest block scale, 448, or 256 to
-    leave the larger of the two room. row_scaled: an amax for each row of the row-wise copy.
+    leave the larger of the two room. row_scaled: an amax for each row of the row-wise copy. swizzled: scales over the
+    whole buffer in tiles of 128 lines by 4 blocks (`scale_layout`), lines being rows or, column-wise, columns.
     ValueError: nothing to write; a rotation or stochastic rounding of 16x16 tiles, which weights have and never need,
     or of four over six, which compares rounding errors; row scales with a column-wise copy or tiles, which span rows.
     """
@@ -42,6 +44,7 @@ class Recipe:
     four_over_six: str | None = None
     scale_max: float = 448.0
     row_scaled: bool = False
+    swizzled: bool = False
 
     def __post_init__(self) -> None:
         if not (self.rowwise or self.colwise):
@@ -71,13 +74,17 @@ def output_shapes(
     shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     if recipe.rowwise:
         shapes["codes_rowwise"] = ((rows, hidden // 2), torch.uint8)
-        shapes["scales_rowwise"] = ((rows, hidden // BLOCK), torch.uint8)
+        shapes["scales_rowwise"] = (_scales_shape(rows, hidden // BLOCK, recipe), torch.uint8)
         shapes["amax_rowwise"] = ((rows,) if recipe.row_scaled else scope, torch.float32)
     if recipe.colwise:
         shapes["codes_colwise"] = ((hidden, blocks * BLOCK // 2), torch.uint8)
-        shapes["scales_colwise"] = ((hidden, blocks), torch.uint8)
+        shapes["scales_colwise"] = (_scales_shape(hidden, blocks, recipe), torch.uint8)
         shapes["amax_colwise"] = (scope, torch.float32)
     return shapes
+
+
+def _scales_shape(lines: int, blocks: int, recipe: Recipe) -> tuple[int, ...]:
+    return (swizzled_size(lines, blocks),) if recipe.swizzled else (lines, blocks)
 
 
 def quantize(
@@ -94,7 +101,8 @@ def quantize(
 
     x: bfloat16 [capacity, hidden], hidden a multiple of 16; offsets: int32 or int64 [experts + 1]; counts: [experts]
     or None. Results: `codes_rowwise` [capacity, hidden / 2], `scales_rowwise` [capacity, hidden / 16], `codes_colwise`
-    [hidden, blocks * 8], `scales_colwise` [hidden, blocks] as of `nvfp4.quantize`, `amax_rowwise` and `amax_colwise`
+    [hidden, blocks * 8], `scales_colwise` [hidden, blocks] as of `nvfp4.quantize` (or swizzled, with
+    contract.scale_padding where no block of an expert has a scale), `amax_rowwise` and `amax_colwise`
     float32 [1] or [experts], or [capacity] if row-scaled. Rows without an owner are not read. ValueError: see
     `nvfp4.quantize`.
     """
@@ -109,7 +117,7 @@ def quantize(
     if recipe.rowwise:
         random = {"seed": seed, "tensor": ROWWISE_STREAM} if recipe.stochastic else {}
         copy = nvfp4.quantize(x, -1, experts=experts, row_scaled=recipe.row_scaled, **choices, **random)
-        results |= _named("rowwise", copy)
+        results |= _named("rowwise", copy, recipe, contract)
     if recipe.colwise:
         random = {"seed": seed, "tensor": COLWISE_STREAM} if recipe.stochastic else {}
         if recipe.rotated:
@@ -118,14 +126,14 @@ def quantize(
             copy = nvfp4.quantize(rotated, -2, experts=blocks, **choices, **random)
         else:
             copy = nvfp4.quantize(x, -2, experts=experts, **choices, **random)
-        results |= _named("colwise", copy)
+        results |= _named("colwise", copy, recipe, contract)
     return results
 
 
-def _named(which: str, copy: Quantized) -> dict[str, torch.Tensor]:
+def _named(which: str, copy: Quantized, recipe: Recipe, contract: Contract) -> dict[str, torch.Tensor]:
     assert copy.global_amax is not None
     return {
         f"codes_{which}": copy.codes,
-        f"scales_{which}": copy.scales,
+        f"scales_{which}": swizzle(copy.scales, contract.scale_padding) if recipe.swizzled else copy.scales,
         f"amax_{which}": copy.global_amax.reshape(-1),
     }
