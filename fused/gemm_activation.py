@@ -34,6 +34,8 @@ __all__ = ["SHARE_COLUMNS", "ActivationBackward", "ActivationForward"]
 # Columns whose share of dprob is one number, as in the elementwise kernels.
 SHARE_COLUMNS = 128
 WORDS = VECTOR // 2
+# Blocks worked on between two moves of the accumulators.
+UNROLLED = 2
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,17 @@ class ActivationBackward:
                     words[(half * inputs + i) * WORDS + word] = loaded[word]
 
     @cute.jit
+    def prefetch(
+        self, place: Any, shift: Int32, columns: Int32, tensors: tuple[MaybeTensor, ...], lane: Int32
+    ) -> None:
+        """Bring the tile's part of the preactivation into L2, so that the epilogue does not wait for memory."""
+        saved = tensors[3]
+        inputs = self.op.layout.inputs
+        width = cutlass.min(columns - place.column, Int32(self.columns)) * inputs
+        for row in cutlass.range(place.first + shift + lane, cutlass.min(place.first + shift + ROWS, place.end), 32):
+            prefetch_l2(saved.iterator + (Int64(row) * (inputs * columns) + place.column * inputs), width * 2)
+
+    @cute.jit
     def write(
         self,
         sums: cute.Tensor,
@@ -240,73 +253,77 @@ class ActivationBackward:
         self._load(ahead, saved, rows, place.column, columns, lane_column)
         largest = Float32(0.0)
         rotated = Float32(0.0)
-        for step in cutlass.range(cute.size(sums) // PER_BLOCK, unroll=1):
-            base = place.column + step * BLOCK
-            inside = base < columns
-            current = [ahead[i] for i in range(2 * inputs * WORDS)]
-            self._load(ahead, saved, rows, base + BLOCK, columns, lane_column)
-            values = []
-            totals = []
-            exact = []
-            entered = []
-            for half in cutlass.range_constexpr(2):
-                incoming = block_values(sums, 0, half)
-                if cutlass.const_expr(alpha is not None):
-                    incoming = [value * factor for value in incoming]
-                if cutlass.const_expr(self.staged):
-                    incoming = unpack_bf16(pack_bf16(incoming))
-                own = [
-                    unpack_bf16(current[(half * inputs + i) * WORDS : (half * inputs + i + 1) * WORDS])
-                    for i in range(inputs)
-                ]
-                streams, share = self.op.row(own, incoming, weights[half], self.target)
-                exact.append(streams)
-                entered.append(incoming)
-                values.append([[quantizer.prepare(value) for value in stream] for stream in streams])
-                if cutlass.const_expr(shares is not None):
-                    share = select(inside, share, Float32(0.0))
-                    share = share + cute.arch.shuffle_sync_bfly(share, 1)
-                    share = share + cute.arch.shuffle_sync_bfly(share, 2)
-                    # Of 128 columns blocks 0 and 1, 2 and 3 are added first, then the two sums.
-                    both = pairs[half] + share
-                    totals.append(earlier[half] + both)
-                    earlier[half] = select(step % 4 == 1, both, earlier[half])
-                    pairs[half] = select(step % 2 == 0, share, Float32(0.0))
-            if cutlass.const_expr(dactivation is not None):
-                for half, valid in enumerate((spot.upper, spot.lower)):
-                    pointer = dactivation.iterator + (Int64(spot.row + 8 * half) * columns + base + lane_column)
-                    if inside and valid:
-                        words = [value.bitcast(Uint32) for value in entered[half]]
-                        store_words(pointer, words[:4])
-                        store_words(pointer + 4, words[4:])
-            if cutlass.const_expr(parts is not None or amax_rotated is not None):
-                for stream in cutlass.range_constexpr(self.op.streams):
-                    rows_of_columns = [masked(exact[0][stream][j], exact[1][stream][j], spot) for j in range(VECTOR)]
-                    if cutlass.const_expr(parts is not None):
-                        add_columns(column_sums, thread, stream, step, rows_of_columns)
-                    if cutlass.const_expr(amax_rotated is not None):
-                        of_rotated = largest_rotated(self.rotation, quantizer, rows_of_columns, thread % 32)
-                        rotated = quantizer.magnitude_max(rotated, select(inside, of_rotated, Float32(0.0)))
-            of_block = write_block(
-                quantizer,
-                self.sink.blocks,
-                values,
-                spot,
-                step % 2,
-                inside,
-                inputs * columns,
-                [base * inputs + BLOCK * i for i in range(inputs)],
-                outputs,
-                exchange,
-            )
-            largest = quantizer.magnitude_max(largest, of_block)
-            if cutlass.const_expr(shares is not None):
-                closing = _last_share(step, base, columns) & (thread % 4 == 0)
-                if closing:
+        for round_ in cutlass.range(cute.size(sums) // (PER_BLOCK * UNROLLED), unroll=1):
+            for block in cutlass.range_constexpr(UNROLLED):
+                step = round_ * UNROLLED + block
+                base = place.column + step * BLOCK
+                inside = base < columns
+                current = [ahead[i] for i in range(2 * inputs * WORDS)]
+                self._load(ahead, saved, rows, base + BLOCK, columns, lane_column)
+                values = []
+                totals = []
+                exact = []
+                entered = []
+                for half in cutlass.range_constexpr(2):
+                    incoming = block_values(sums, block, half)
+                    if cutlass.const_expr(alpha is not None):
+                        incoming = [value * factor for value in incoming]
+                    if cutlass.const_expr(self.staged):
+                        incoming = unpack_bf16(pack_bf16(incoming))
+                    own = [
+                        unpack_bf16(current[(half * inputs + i) * WORDS : (half * inputs + i + 1) * WORDS])
+                        for i in range(inputs)
+                    ]
+                    streams, share = self.op.row(own, incoming, weights[half], self.target)
+                    exact.append(streams)
+                    entered.append(incoming)
+                    values.append([[quantizer.prepare(value) for value in stream] for stream in streams])
+                    if cutlass.const_expr(shares is not None):
+                        share = select(inside, share, Float32(0.0))
+                        share = share + cute.arch.shuffle_sync_bfly(share, 1)
+                        share = share + cute.arch.shuffle_sync_bfly(share, 2)
+                        # Of 128 columns blocks 0 and 1, 2 and 3 are added first, then the two sums.
+                        both = pairs[half] + share
+                        totals.append(earlier[half] + both)
+                        earlier[half] = select(step % 4 == 1, both, earlier[half])
+                        pairs[half] = select(step % 2 == 0, share, Float32(0.0))
+                if cutlass.const_expr(dactivation is not None):
                     for half, valid in enumerate((spot.upper, spot.lower)):
-                        if valid:
-                            shares[base // SHARE_COLUMNS, spot.row + 8 * half] = totals[half]
-            drop_blocks(sums, 1)
+                        pointer = dactivation.iterator + (Int64(spot.row + 8 * half) * columns + base + lane_column)
+                        if inside and valid:
+                            words = [value.bitcast(Uint32) for value in entered[half]]
+                            store_words(pointer, words[:4])
+                            store_words(pointer + 4, words[4:])
+                if cutlass.const_expr(parts is not None or amax_rotated is not None):
+                    for stream in cutlass.range_constexpr(self.op.streams):
+                        rows_of_columns = [
+                            masked(exact[0][stream][j], exact[1][stream][j], spot) for j in range(VECTOR)
+                        ]
+                        if cutlass.const_expr(parts is not None):
+                            add_columns(column_sums, thread, stream, step, rows_of_columns)
+                        if cutlass.const_expr(amax_rotated is not None):
+                            of_rotated = largest_rotated(self.rotation, quantizer, rows_of_columns, thread % 32)
+                            rotated = quantizer.magnitude_max(rotated, select(inside, of_rotated, Float32(0.0)))
+                of_block = write_block(
+                    quantizer,
+                    self.sink.blocks,
+                    values,
+                    spot,
+                    block % 2,
+                    inside,
+                    inputs * columns,
+                    [base * inputs + BLOCK * i for i in range(inputs)],
+                    outputs,
+                    exchange,
+                )
+                largest = quantizer.magnitude_max(largest, of_block)
+                if cutlass.const_expr(shares is not None):
+                    closing = _last_share(step, base, columns) & (thread % 4 == 0)
+                    if closing:
+                        for half, valid in enumerate((spot.upper, spot.lower)):
+                            if valid:
+                                shares[base // SHARE_COLUMNS, spot.row + 8 * half] = totals[half]
+            drop_blocks(sums, UNROLLED)
         raise_amax(amax.iterator + place.expert, largest, thread % 32)
         if cutlass.const_expr(amax_rotated is not None):
             raise_amax(amax_rotated.iterator + place.expert, rotated, thread % 32)

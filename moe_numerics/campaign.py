@@ -2,8 +2,9 @@
 
 Each path on each device is one task. Its cases are one fixed gauntlet, one of ordinary values and drawn ones, in
 groups that share what a kernel is compiled for (layout, counts, probabilities, type of the offsets), so that a few
-compilations serve many cases; which variants a path gets depends on the seed. Virtual devices share a pool of processes, one a core. A CUDA
-device has processes of its own, so that an illegal access ends one of them and not the run.
+compilations serve many cases; which variants a path gets depends on the seed. The first failing case is made smaller.
+Virtual devices share a pool of processes, one a core. A CUDA device has processes of its own, so that an illegal access
+ends one of them and not the run.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ from pathlib import Path as FilePath
 
 from moe_numerics import values
 from moe_numerics.cases import Case, gauntlet_case
-from moe_numerics.devices import DeviceError, DeviceLost, open_device
+from moe_numerics.devices import Device, DeviceError, DeviceLost, open_device
 from moe_numerics.drawing import Space, draw_cases
 from moe_numerics.findings import Finding, merge
 from moe_numerics.paths import Path, find_path
+from moe_numerics.reference.contract import Contract
 from moe_numerics.report import write_reports
 from moe_numerics.report.model import Environment, Kernel, PathResult, Report
 from moe_numerics.running import CaseResult, run_case
+from moe_numerics.shrinking import shrink
 from moe_numerics.token_counts import SeededSource, one_of
 
 __all__ = ["Plan", "Task", "campaign_cases", "default_examples", "run_task", "verify"]
@@ -35,6 +38,10 @@ GROUP = 5
 
 CUDA_PROCESSES = 4
 """Processes that share a CUDA device: compiling takes longer than running."""
+
+SHRINK_ATTEMPTS = 60
+SHRINK_SECONDS = 20.0
+"""What is spent on making the first failing case of a path smaller."""
 
 TASK_TIMEOUT = 600.0
 """Seconds after which a CUDA device is given up."""
@@ -170,6 +177,8 @@ def run_task(task: Task) -> TaskResult:
         with device.activate():
             for case in campaign_cases(path, task.profile, task.examples, task.seed):
                 results.append(run_case(path, case, contract, device))
+            failing = [result.case for result in results if not result.passed]
+            smallest = _shrunk(path, failing[0], contract, device) if failing else None
     except DeviceLost as error:
         return unfinished(str(error), device.evidence, lost=True)
     except DeviceError as error:
@@ -177,7 +186,26 @@ def run_task(task: Task) -> TaskResult:
     except Exception as error:
         # Whatever a kernel's host code, the compiler or a reference raises ends this path, not the run.
         return unfinished(f"{type(error).__name__}: {error}", device.evidence)
-    return _summarise(path, task, contract.maths, device.evidence, results, time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return _summarise(path, task, contract.maths, device.evidence, results, smallest, seconds)
+
+
+def _shrunk(path: Path, case: Case, contract: Contract, device: Device) -> Case:
+    """A small case that fails like `case`, as far as a few tries find one."""
+    until = time.monotonic() + SHRINK_SECONDS
+
+    def fails(candidate: Case) -> bool:
+        if time.monotonic() > until:
+            return False
+        try:
+            return not run_case(path, candidate, contract, device).passed
+        except DeviceLost:
+            raise
+        except Exception:
+            # A case that the path cannot run is no smaller form of one that it runs and gets wrong.
+            return False
+
+    return shrink(case, path.inputs, fails, multiple=path.multiple, attempts=SHRINK_ATTEMPTS)
 
 
 def case_file(case: Case) -> str:
@@ -186,7 +214,13 @@ def case_file(case: Case) -> str:
 
 
 def _summarise(
-    path: Path, task: Task, maths: str, evidence: str, results: Sequence[CaseResult], seconds: float
+    path: Path,
+    task: Task,
+    maths: str,
+    evidence: str,
+    results: Sequence[CaseResult],
+    smallest: Case | None,
+    seconds: float,
 ) -> TaskResult:
     per_output: dict[str, list[Finding]] = {}
     kernels: dict[Kernel, None] = {}
@@ -198,6 +232,8 @@ def _summarise(
                 finding = replace(finding, reproduce=command)
             per_output.setdefault(finding.output, []).append(finding)
     failing = tuple(result.case for result in results if not result.passed)
+    if smallest is not None and smallest not in failing:
+        failing = (smallest, *failing)
     summary = PathResult.from_findings(
         path.id,
         task.device,

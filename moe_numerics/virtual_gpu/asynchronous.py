@@ -7,12 +7,15 @@ forces the first, a full wait both.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from .errors import Fault
 
 if TYPE_CHECKING:
     from .wave import Wave
@@ -42,14 +45,25 @@ class Operation:
     def take(self) -> None:
         if not self.has_read:
             self.has_read = True
-            self.taken = self.read()
+            with self._blamed():
+                self.taken = self.read()
 
     def finish(self) -> None:
         if not self.finished:
             self.take()
             self.finished = True
-            self.write(self.taken)
+            with self._blamed():
+                self.write(self.taken)
             self.taken = None
+
+    @contextlib.contextmanager
+    def _blamed(self) -> Iterator[None]:
+        """A fault is this operation's, whichever instruction made it happen."""
+        try:
+            yield
+        except Fault as fault:
+            fault.instruction = fault.instruction or self.instruction
+            raise
 
     def acknowledge(self) -> None:
         for call in self.done:

@@ -51,7 +51,8 @@ class VirtualGPUError(Exception):
 class Fault(Exception):
     """Raised inside an instruction; the executor adds kernel, line and thread and raises VirtualGPUError.
 
-    position: index of the thread in the running wave, None where no single thread is to blame.
+    position: index of the thread in the running wave, None where no single thread is to blame. instruction: the one to
+    blame, if it is not the one that runs.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Fault(Exception):
         self.message = message
         self.position = position
         self.address = address
+        self.instruction: object = None
 
 
 def error(kind: str, message: str, **where: object) -> VirtualGPUError:

@@ -17,7 +17,7 @@ from .isa_mbarrier import barrier_offsets
 from .lowering import Lowering
 from .memory import Array, locate
 from .registry import Index, Modifiers, Step, instruction
-from .tensor_memory_layout import pieces, read_tile, tcgen05_descriptor
+from .tensor_memory_layout import check_bounds, pieces, read_tile, tcgen05_descriptor
 
 _EVERY_LANE = np.uint32(0xFFFFFFFF)
 GROUP = "group=cta_group::1|cta_group::2"
@@ -230,13 +230,14 @@ def copy(b: Lowering, m: Modifiers) -> Step:
             column = int(targets[k]) & 0xFFFF
             described = tcgen05_descriptor(int(descriptors[k]))
             where = pieces(described, rows, width, False)
+            check_bounds(w, where, t)
             blocks = blocks_of(w, t, m.group)
             earlier = queue(w, t)
             for block in blocks:
                 w.tensor_memory.check(block, 0, 128, column, width // 4, t)
 
             def read(where: Array = where, blocks: list[int] = blocks, t: int = t) -> list[Array]:
-                return [read_tile(w, block, where, t)[0].reshape(rows, -1) for block in blocks]
+                return [read_tile(w, block, where, t).reshape(rows, -1) for block in blocks]
 
             def write(
                 data: list[Array], blocks: list[int] = blocks, column: int = column,

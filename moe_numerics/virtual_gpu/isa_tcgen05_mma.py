@@ -23,7 +23,7 @@ from .isa_wgmma import operand, shared_operand
 from .lowering import Lowering
 from .memory import Array
 from .registry import Index, Modifiers, Step, instruction
-from .tensor_memory_layout import Descriptor, pieces, read_tile, tcgen05_descriptor
+from .tensor_memory_layout import Descriptor, check_bounds, pieces, read_tile, tcgen05_descriptor
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def accumulator(p: Product, paired: bool) -> tuple[Array, Array, int]:
 
 
 def _tile(w: Any, block: int, described: Descriptor, rows: int, kind: str, transposed: bool, thread: int) -> Array:
-    raw, _ = read_tile(w, block, pieces(described, rows, 32, transposed), thread)
+    raw = read_tile(w, block, pieces(described, rows, 32, transposed), thread)
     return shared_operand(raw, kind, transposed)
 
 
@@ -259,7 +259,9 @@ def _issue(
         for block in blocks:
             for described, count, transposed in ((a_tile, rows, p.transpose_a), (b_tile, b_rows, p.transpose_b)):
                 if described is not None:
-                    where = pieces(described, count, 32, transposed).reshape(-1) + block * w.shared_stride
+                    where = pieces(described, count, 32, transposed).reshape(-1)
+                    check_bounds(w, where, thread)
+                    where = where + block * w.shared_stride
                     operation.done.append(w.tracker.async_read(w, thread, where))
             operation.done.append(w.tracker.tensor_product(w, thread, block, span))
     w.tensor_queues[thread].append(operation)

@@ -20,7 +20,7 @@ from .errors import Fault
 from .lowering import Lowering
 from .memory import Array
 from .registry import Index, Modifiers, Step, instruction
-from .tensor_memory_layout import pieces, read_tile, wgmma_descriptor
+from .tensor_memory_layout import check_bounds, pieces, read_tile, wgmma_descriptor
 
 _EVERY_LANE = np.uint32(0xFFFFFFFF)
 _BITS = {"bf16": 16, "f16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
@@ -144,7 +144,7 @@ def mma(b: Lowering, m: Modifiers) -> Step:
             if key not in cache:
                 left = rows == 64 and a_bits is not None and bits in set(a_bits.tolist())
                 transposed = transpose_a if left else transpose_b
-                raw, _ = read_tile(w, block, pieces(wgmma_descriptor(bits), rows, 32, transposed), thread)
+                raw = read_tile(w, block, pieces(wgmma_descriptor(bits), rows, 32, transposed), thread)
                 cache[key] = shared_operand(raw, shape.a if left else shape.b, transposed)
             return cache[key]
 
@@ -194,6 +194,7 @@ def _note_reads(
             if bits is None:
                 continue
             where = pieces(wgmma_descriptor(int(bits[n])), rows, 32, transposed)
+            check_bounds(w, where, t)
             if bits is a_bits:
                 quarter = (t % w.per_block) // 32 % 4
                 # Its own 16 rows, which are two pieces of eight along M in a transposed tile.

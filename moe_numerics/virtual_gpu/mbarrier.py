@@ -177,7 +177,7 @@ class Mbarriers:
             done[mine] = parity[mine] != (m.phase & 1)
             if w.tracker is not None and done[mine].any():
                 w.tracker.acquire(m, threads[mine & done])
-        if done.all() or not parks:
+        if done.all() or not parks or w.schedule.gives_up():
             write(i, done)
             return [i]
         go = threads[done]

@@ -42,6 +42,10 @@ class Schedule:
         """Which of the pending operations finishes next."""
         return 0
 
+    def gives_up(self) -> bool:
+        """Whether a try_wait returns false at once where it could wait: its time limit is up to the hardware."""
+        return False
+
     def completes(self) -> bool:
         """Whether a pending operation finishes before the next segment runs."""
         return False
@@ -89,6 +93,9 @@ class RandomSchedule(Schedule):
 
     def which(self, count: int) -> int:
         return int(self.rng.integers(count))
+
+    def gives_up(self) -> bool:
+        return bool(self.rng.random() < 0.25)
 
     def completes(self) -> bool:
         return self.habit == "coin" and bool(self.rng.random() < 0.05)

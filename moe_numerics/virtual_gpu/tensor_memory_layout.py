@@ -83,8 +83,8 @@ def pieces(d: Descriptor, rows: int, row_bytes: int, transposed: bool) -> Array:
     return swizzled(_layout(d.leading, d.stride, d.swizzle, rows, row_bytes, transposed) + d.start, MASK[d.swizzle])
 
 
-def read_tile(w: Wave, block: int, addresses: Array, thread: int) -> tuple[Array, Array]:
-    """Bytes [..., 16] of pieces in a block's shared memory, and their offsets in the wave's buffer."""
+def check_bounds(w: Wave, addresses: Array, thread: int) -> None:
+    """Raises Fault for pieces outside a block's shared memory."""
     low, high = int(addresses.min()), int(addresses.max())
     if low < w.shared_begin or high + 16 > w.shared_limit:
         raise Fault(
@@ -94,6 +94,11 @@ def read_tile(w: Wave, block: int, addresses: Array, thread: int) -> tuple[Array
             thread,
             low,
         )
+
+
+def read_tile(w: Wave, block: int, addresses: Array, thread: int) -> Array:
+    """Bytes [..., 16] of pieces in a block's shared memory."""
+    check_bounds(w, addresses, thread)
     offsets = addresses + block * w.shared_stride
     view = w.shared_region.buffer.reshape(-1, 16)
     if w.checkers and w.shared_region.shadow is not None:
@@ -104,4 +109,4 @@ def read_tile(w: Wave, block: int, addresses: Array, thread: int) -> tuple[Array
                 "uninitialised", "a matrix operand in shared memory is read before it was written", thread,
                 int(bad.flat[0]) % w.shared_stride,
             )  # fmt: skip
-    return view[offsets >> 4], offsets
+    return np.asarray(view[offsets >> 4])

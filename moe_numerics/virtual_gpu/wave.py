@@ -362,7 +362,9 @@ class Wave:
         )
 
     def _error(self, fault: Fault, instruction: Any) -> VirtualGPUError:
-        finding = self.finding(fault.kind, fault.message, instruction, fault.position, fault.address)
+        finding = self.finding(
+            fault.kind, fault.message, fault.instruction or instruction, fault.position, fault.address
+        )
         self.launch.findings.append(finding)
         return VirtualGPUError(finding)
 
