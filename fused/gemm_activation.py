@@ -7,7 +7,7 @@ stand in one tile: their columns alternate in blocks of 32, gate first (layout "
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -21,8 +21,10 @@ from moe_numerics.fused.gemm_epilogue import (
     VECTOR,
     block_values,
     drop_blocks,
+    prefetch_l2,
     read_vector,
 )
+from moe_numerics.fused.gemm_problem import ROWS
 from moe_numerics.fused.gemm_rotation import largest_rotated, masked
 from moe_numerics.fused.hadamard import Rotation
 from moe_numerics.fused.memory import MaybeTensor, load_words, pack_bf16, select, store_words, unpack_bf16
@@ -36,6 +38,7 @@ SHARE_COLUMNS = 128
 WORDS = VECTOR // 2
 # Blocks worked on between two moves of the accumulators.
 UNROLLED = 2
+LINE_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class ActivationForward:
     target: str
     rotation: Rotation | None = None
     wide_bias: bool = False
+    prefetches: ClassVar[bool] = False
 
     def allocate(self, memory: Any, columns: int) -> Exchange | None:
         return Exchange(memory, 1) if self.sink.blocks else None
@@ -164,6 +168,7 @@ class ActivationBackward:
     target: str
     rotation: Rotation | None = None
     sums: bool = False
+    prefetches: ClassVar[bool] = True
 
     def allocate(self, memory: Any, columns: int) -> tuple[Exchange | None, ColumnSums | None]:
         exchange = Exchange(memory, self.op.streams) if self.sink.blocks else None
@@ -208,14 +213,27 @@ class ActivationBackward:
 
     @cute.jit
     def prefetch(
-        self, place: Any, shift: Int32, columns: Int32, tensors: tuple[MaybeTensor, ...], lane: Int32
+        self,
+        place: Any,
+        shift: Int32,
+        columns: Int32,
+        turn: Int32,
+        tile_columns: cutlass.Constexpr,
+        tensors: tuple[MaybeTensor, ...],
+        lane: Int32,
     ) -> None:
-        """Bring the tile's part of the preactivation into L2, so that the epilogue does not wait for memory."""
-        saved = tensors[3]
+        """Bring a part of the tile's preactivation into L2, so that the epilogue does not wait for memory.
+
+        Turns 0 to PREFETCHES - 1 bring all of it; a whole warp calls this.
+        """
         inputs = self.op.layout.inputs
-        width = cutlass.min(columns - place.column, Int32(self.columns)) * inputs
-        for row in cutlass.range(place.first + shift + lane, cutlass.min(place.first + shift + ROWS, place.end), 32):
-            prefetch_l2(saved.iterator + (Int64(row) * (inputs * columns) + place.column * inputs), width * 2)
+        elements = LINE_BYTES // 2
+        index = turn * 32 + lane
+        lines = tile_columns * inputs // elements
+        row = place.first + shift + index // lines
+        column = place.column * inputs + index % lines * elements
+        if row < place.end and column < columns * inputs and index < ROWS * lines:
+            prefetch_l2(tensors[3].iterator + (Int64(row) * (inputs * columns) + column))
 
     @cute.jit
     def write(

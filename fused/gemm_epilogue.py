@@ -7,11 +7,12 @@ block of 32 columns it holds 8 neighbouring ones, from 8 * (l % 4) on.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
+from cutlass._mlir.dialects import llvm
 from moe_numerics.fused.memory import MaybeTensor, load_words, pack_bf16, select, store_words, unpack_bf16
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "block_values",
     "drop_blocks",
     "gather_vectors",
+    "prefetch_l2",
     "read_vector",
     "thread_place",
 ]
@@ -86,6 +88,19 @@ def read_vector(pointer: cute.Pointer, wide: bool) -> list[Float32]:
     return [word.bitcast(Float32) for word in words]
 
 
+def prefetch_l2(pointer: cute.Pointer) -> None:
+    """Bring a line of global memory into L2."""
+    llvm.inline_asm(
+        None,
+        [pointer.toint().ir_value()],
+        "prefetch.global.L2 [$0];",
+        "l",
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+    )
+
+
 @dataclass(frozen=True)
 class Linear:
     """sum * alpha + bias, times prob, added to a main gradient: each step rounded to float32; float32 or bfloat16.
@@ -97,6 +112,7 @@ class Linear:
     wide: bool
     by_expert: bool = False
     wide_bias: bool = False
+    prefetches: ClassVar[bool] = False
 
     def allocate(self, memory: Any, columns: int) -> None:
         return None

@@ -31,6 +31,8 @@ LOAD_REGISTERS = 24
 MATH_REGISTERS = 240
 # Barriers 1 to 4 belong to the epilogues.
 CONSUMER_BARRIER = 5
+# In the last tiles of a sum the inputs of an epilogue are brought into L2, a part in each.
+PREFETCHES = 32
 # Elements of a line of a tile whose contiguous dimension is not K: 128 bytes, which swizzling permutes within itself.
 LINE = 64
 
@@ -180,7 +182,12 @@ def grouped_gemm_kernel(
                     cute.group_modes(right_ring, 0, 2),
                     cute.group_modes(right_source, 0, 2),
                 )
-                for k in cutlass.range((place.depth + (DEPTH - 1)) // DEPTH, unroll=1):
+                depth_tiles = (place.depth + (DEPTH - 1)) // DEPTH
+                for k in cutlass.range(depth_tiles, unroll=1):
+                    if cutlass.const_expr(epilogue.prefetches):
+                        turn = k - (depth_tiles - PREFETCHES)
+                        if turn >= 0:
+                            epilogue.prefetch(place, rank * ROWS, sizes.columns, turn, tiling.columns, tensors, lane)
                     ring.producer_acquire(filling)
                     arrived = ring.producer_get_barrier(filling)
                     cute.copy(left_atom, left_from[None, k], left_to[None, filling.index], tma_bar_ptr=arrived)

@@ -357,7 +357,7 @@ def tile_kernel(
         places = _places(op, column, hidden)
         values = []
         largest = []
-        column_sums = []
+        column_sums: list[Any] = []
         for _ in cutlass.range_constexpr(op.streams):
             largest.append([Float32(0.0) for _ in range(VECTOR)])
             column_sums.append(None)

@@ -58,7 +58,10 @@ def kernel_examples() -> settings:
 def representative_paths() -> list[Path]:
     """Every path in the thorough profile; in the quick one some activations of every kind, and every kind of block."""
     wanted = {
-        f"{name}.{way}.{form}" for name in QUICK_ACTIVATIONS for way in ("fwd", "bwd") for form in ("bf16", "mxfp8_e4m3")
+        f"{name}.{way}.{form}"
+        for name in QUICK_ACTIVATIONS
+        for way in ("fwd", "bwd")
+        for form in ("bf16", "mxfp8_e4m3")
     }
     wanted.update(QUICK_QUANTISERS)
     return [path for path in all_paths() if thorough() or path.id in wanted]
@@ -140,19 +143,61 @@ def given_tensors(case: Case, given: Mapping[str, torch.Tensor]) -> GivenTensors
     return GivenTensors(**fields, given={name: x for name, x in given.items() if name not in ("offsets", "counts")})
 
 
-def untied_profile(path: Path) -> str:
-    """A profile of the path under which no number of one expert depends on another expert."""
+def moved(
+    path: Path, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor, experts: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """The inputs with these token rows and, where a row belongs to an expert (bias), these experts, in this order."""
+    order = torch.tensor(list(experts), dtype=torch.int64)
+    indices = {"values": rows, "prob": rows, "bias": order}
+    return {
+        spec.name: tensors[spec.name][indices[spec.kind]]
+        for spec in path.inputs
+        if spec.kind in indices and spec.name in tensors
+    }
+
+
+def filled(
+    path: Path, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor, value: float
+) -> dict[str, torch.Tensor]:
+    """The inputs with a value in the token rows that a mask names."""
+    kinds = {spec.name: spec.kind for spec in path.inputs}
+    return {
+        name: x.masked_fill(rows.view(-1, *[1] * (x.dim() - 1)), value)
+        for name, x in tensors.items()
+        if kinds[name] in ("values", "prob")
+    }
+
+
+def untied_profile(path: Path) -> str | None:
+    """A profile of the path under which no number of one expert depends on another expert, if it has one."""
     ties = any(spec.rows == "all" for spec in path.outputs)
-    return next(name for name in path.profiles if not ties or path.contract(name).amax_scope == "expert")
+    untied = (name for name in path.profiles if not ties or path.contract(name).amax_scope == "expert")
+    return next(untied, None)
+
+
+def owned_mask(spec: OutputSpec, experts: Experts, output: torch.Tensor) -> torch.Tensor:
+    """What the path writes of an output, as a mask of its shape."""
+    owned = spec.owned(experts)
+    return owned.view(*owned.shape, *[1] * (output.dim() - owned.dim())).expand(output.shape)
+
+
+def owned_part(spec: OutputSpec, experts: Experts, output: torch.Tensor) -> torch.Tensor:
+    """An output with zeros where the path writes nothing."""
+    return torch.where(owned_mask(spec, experts, output), output, 0)
 
 
 def part_of(spec: OutputSpec, experts: Experts, expert: int, output: torch.Tensor) -> torch.Tensor:
-    """What an output holds for one expert, under a profile that ties no experts together."""
+    """What an output holds for one expert; all of it where it holds one number for all of them.
+
+    Not of swizzled scales, whose tiles hold several experts.
+    """
     start, count = experts.starts[expert], experts.counts[expert]
     if spec.rows == "token":
         return output[start : start + count]
-    if spec.rows in ("expert", "all"):
+    if spec.rows == "expert" or (spec.rows == "all" and len(output) == len(experts)):
         return output[expert : expert + 1]
+    if spec.rows == "all":
+        return output
     size = 16 if spec.rows == "transposed" else 32
     blocks = -(-count // size)
     first = experts.colwise_row(expert, 0, size) if blocks else 0

@@ -106,6 +106,19 @@ def test_scale_of_float32_amaxes(amax: float, element: FloatFormat, rule: str) -
     assert got.tolist() == [scale_by_definition(amax, element, rule)]
 
 
+@by_element
+@pytest.mark.parametrize("rule", RULES)
+def test_scale_beside_every_border(element: FloatFormat, rule: str) -> None:
+    """float32 amaxes at, just below and just above every power of two and every multiple of the largest
+    value.
+    """
+    powers = torch.exp2(torch.arange(-126, 128, dtype=torch.float64))
+    borders = torch.cat([powers * mantissa for mantissa in (1.0, 1.5, 1.75, 1.875, 1.9375)]).to(torch.float32)
+    near = torch.cat([borders.view(torch.int32) + step for step in (-1, 0, 1)])
+    got = mxfp8.scale_codes(near, element, Contract(scale_rule=rule)).tolist()
+    assert got == [scale_by_definition(value, element, rule) for value in near.view(torch.float32).tolist()]
+
+
 def test_scale_of_special_amaxes() -> None:
     """0 gives 0, Inf 254, NaN 255 with any payload; with mx_inf "rule" Inf is exponent 255 of the rule."""
     special = torch.tensor([0, 0x7F800000, 0x7F800001, 0x7FFFFFFF], dtype=torch.int32)
@@ -185,12 +198,8 @@ def ragged_inputs(draw: st.DrawFn) -> tuple[torch.Tensor, Experts]:
     experts = Experts.from_offsets(offsets, sizes, offsets[-1] + draw(st.integers(0, 3)), alignment)
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(experts.capacity, 32, generator=generator)
-    x = x * torch.exp2(
-        torch.randint(-140, 120, x.shape, generator=generator) * draw(st.sampled_from([0, 0.05, 1]))
-    )
-    for value in draw(
-        st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 448.0, 1e-45]), max_size=6)
-    ):
+    x = x * torch.exp2(torch.randint(-140, 120, x.shape, generator=generator) * draw(st.sampled_from([0, 0.05, 1])))
+    for value in draw(st.lists(st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -0.0, 448.0, 1e-45]), max_size=6)):
         if experts.capacity:
             x[draw(st.integers(0, experts.capacity - 1)), draw(st.integers(0, 31))] = value
     return (x.to(torch.bfloat16) if draw(st.booleans()) else x), experts
@@ -212,9 +221,7 @@ def test_quantize_equals_the_loop_over_blocks(
 
 
 @given(ragged_inputs(), st.sampled_from([-1, -2]), st.sampled_from(RULES), st.booleans())
-def test_padding_rows_are_never_read(
-    inputs: tuple[torch.Tensor, Experts], axis: int, rule: str, block2d: bool
-) -> None:
+def test_padding_rows_are_never_read(inputs: tuple[torch.Tensor, Experts], axis: int, rule: str, block2d: bool) -> None:
     """Padding filled with NaN, Inf or zeros changes no byte of the result, and its own bytes are 0 (B47,
     B49).
     """
@@ -297,6 +304,20 @@ def test_quantising_again_changes_no_value(
     once = mxfp8.quantize(x, axis, element, contract, experts).dequantize()
     twice = mxfp8.quantize(once, axis, element, contract, experts).dequantize()
     assert torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_padding_dequantises_to_zero_whatever_its_scale_byte(axis: int) -> None:
+    """Scale entries of no block hold the contract's byte, and even NaN there makes no value of padding
+    rows.
+    """
+    experts = Experts.from_offsets([0, 3, 40], [2, 32], 70)
+    got = mxfp8.quantize(torch.ones(70, 32), axis, contract=Contract(scale_padding=0xFF), experts=experts)
+    unowned = ~experts.valid_rows() if axis == -1 else ~experts.owned_colwise_rows(32)
+    assert bool((got.scales[unowned] == 0xFF).all())
+    assert not (got.scales[~unowned] == 0xFF).any()
+    expected = experts.valid_rows().unsqueeze(1).expand(70, 32).to(torch.float32)
+    assert torch.equal(got.dequantize(), expected)
 
 
 def test_staging_rounds_to_bfloat16_first() -> None:

@@ -21,7 +21,7 @@ F32 = np.float32
 PER_EXPERT = Contract(amax_scope="expert")
 
 
-def block_by_hand(block: list[float], amax: float) -> tuple[list[int], int]:
+def block_by_hand(block: list[float], amax: float) -> tuple[list[int], int, F32]:
     """One block in NumPy float32 scalars, operation by operation as the module's docstring has them."""
     with np.errstate(all="ignore"):
         g = min(F32(2688) / F32(amax), np.finfo(F32).max) if amax else F32(1)
@@ -33,7 +33,7 @@ def block_by_hand(block: list[float], amax: float) -> tuple[list[int], int]:
         product = F32(E4M3.value(scale)) * inverse
         factor = min(F32(1) / product, np.finfo(F32).max)
         codes = E2M1.encode(torch.tensor([F32(x) * factor for x in block], dtype=torch.float32))
-    return codes.tolist(), scale
+    return codes.tolist(), scale, factor
 
 
 @given(
@@ -44,8 +44,9 @@ def test_a_block_equals_the_written_order_of_operations(block: list[float], amax
     """Scale and codes of any block under any amax; finds S / s for 1 / (s * (1 / S)) and b / 6 for b *
     (1/6).
     """
-    codes, scale = block_by_hand(block, amax)
+    codes, scale, factor = block_by_hand(block, amax)
     got = nvfp4.quantize(torch.tensor([block]), -1, torch.tensor(amax))
+    assert nvfp4.multipliers(got.scales, nvfp4.global_scale(torch.tensor(amax))).item() == factor
     assert got.scales.tolist() == [[scale]]
     assert unpack_e2m1(got.codes).tolist() == [codes]
 
@@ -90,7 +91,7 @@ def test_rowwise_layout_and_amax_scopes(inputs: tuple[torch.Tensor, Experts], sc
         amax = float(x[start : start + count].abs().max()) if scope == "expert" else whole
         for block in range(2):
             columns = slice(block * 16, block * 16 + 16)
-            by_hand, scale = block_by_hand(x[row, columns].to(torch.float32).tolist(), amax)
+            by_hand, scale, _ = block_by_hand(x[row, columns].to(torch.float32).tolist(), amax)
             assert codes[row, columns].tolist() == by_hand
             assert got.scales[row, block] == scale
 
@@ -268,6 +269,45 @@ def test_four_over_six_takes_the_smaller_error(block: list[float], amax: float, 
     assert unpack_e2m1(got.codes).tolist() == [codes]
 
 
+@pytest.mark.parametrize(
+    ("error", "block"),
+    [
+        ("mae", [-40, -13, 25, -51, -48, 2, 61, 60, -20, 12, 40, 22, 17, -54, -7, -28]),
+        ("mse", [-59, -56, -9, 9, -21, 41, 54, -13, -40, -52, -5, -2, -30, 54, -38, -64]),
+    ],
+)
+def test_four_over_six_adds_errors_in_ascending_order(error: str, block: list[float]) -> None:
+    """Two blocks, found by search, where adding the 16 errors from the other end picks the other scale."""
+    codes, scale, _, _ = four_over_six_by_hand(block, 1000.0, error, 256.0)
+    x = torch.tensor([block], dtype=torch.float32)
+    got = nvfp4.quantize(x, -1, torch.tensor(1000.0), four_over_six=error, scale_max=256.0)
+    assert got.scales.tolist() == [[scale]]
+    assert unpack_e2m1(got.codes).tolist() == [codes]
+
+
+def test_four_over_six_keeps_six_in_a_tie() -> None:
+    """A block that both scales hold exactly keeps the smaller one."""
+    block = torch.zeros(1, 16)
+    block[0, :2] = torch.tensor([6.0, -3.0])
+    for error in ("mae", "mse"):
+        got = nvfp4.quantize(block, -1, torch.tensor(1536.0), four_over_six=error, scale_max=256.0)
+        assert torch.equal(got.dequantize(), block)
+        assert E4M3.decode(got.scales).tolist() == [[1.0]]
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+def test_errors_of_a_tile_are_added_eight_four_two_and_one_apart(axis: int) -> None:
+    """The pinned tree, on terms that every other order adds to another sum."""
+    terms = [1.0, 2.0**24, 1.0, 1.0, 3.0, -(2.0**24), 5.0, 1.0, 2.0**25, 1.0, 7.0, 1.0, -(2.0**25), 1.0, 9.0, 1.0]
+    level = np.array(terms, dtype=F32)
+    for half in (8, 4, 2, 1):
+        level = level[:half] + level[half:]
+    errors = torch.tensor(terms).unsqueeze(1)
+    got = nvfp4.tile_sum(errors, axis, Experts.single(16))
+    assert got.flatten().tolist() == [level[0]] * 16
+    assert level[0] not in (sum(terms), np.cumsum(np.array(terms, dtype=F32))[-1])
+
+
 def test_four_over_six_prefers_four_where_it_is_exact() -> None:
     """[10, 20, 30, 40]: mapped to 4 it is exact, mapped to 6 the mean squared error is 4.33."""
     block = torch.tensor([[10.0, 20.0, 30.0, 40.0] * 4])
@@ -323,6 +363,30 @@ def test_stochastic_rounding_is_unbiased() -> None:
             error = (sample.mean(dtype=torch.float64) - (2.0 + tenth / 10)).abs()
             part = tenth / 10
             assert error <= 6 * math.sqrt(part * (1 - part) / sample.numel()) + 2.0**-width
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("seed", [None, 3])
+def test_padding_is_zero_even_under_a_nan_amax(axis: int, seed: int | None) -> None:
+    """A NaN in a valid row poisons every block's scale; codes and values of padding stay 0, scales the
+    padding byte.
+    """
+    experts = Experts.from_offsets([0, 3, 40], [2, 20], 48)
+    x = torch.ones(48, 16)
+    x[0, 0] = math.nan
+    got = nvfp4.quantize(x, axis, None, Contract(scale_padding=0xFF), None, experts, seed=seed)
+    valid = experts.valid_rows()
+    assert not got.unpacked_codes()[~valid].any()
+    assert not got.dequantize()[~valid].any()
+    if axis == -1:
+        assert bool((got.scales[~valid] == 0xFF).all())
+        assert bool((got.scales[valid] == 0x7F).all())
+    else:
+        owned = experts.owned_colwise_rows(16)
+        assert bool((got.scales[:, ~owned] == 0xFF).all())
+        assert bool((got.scales[:, owned] == 0x7F).all())
+        slots = unpack_e2m1(got.codes)
+        assert not slots[:, experts.slot_rows(16) < 0].any()
 
 
 def test_packing_and_shapes() -> None:

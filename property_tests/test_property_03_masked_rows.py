@@ -7,32 +7,27 @@ whole, a read past the used part of the buffer.
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from kernel_runs import (
     ActiveDevice,
     assert_same,
     few_paths,
+    filled,
     given_tensors,
     kernel_examples,
+    owned_part,
     reference_and_kernels,
     space,
 )
 
 from moe_numerics.compare import compare_output
 from moe_numerics.devices import fill_bits
-from moe_numerics.paths import OutputSpec, Path
-from moe_numerics.reference.ragged import Experts
+from moe_numerics.paths import Path
 from moe_numerics.strategies import cases
 
 # Whatever memory may hold: NaN, Inf, the largest finite numbers, what a masked product would not hide.
 FILLS = (float("nan"), float("inf"), float("-inf"), 3.0e38, -1.0)
-
-
-def _owned(spec: OutputSpec, experts: Experts, output: torch.Tensor) -> torch.Tensor:
-    mask = spec.owned(experts)
-    return mask.view(-1, *[1] * (output.dim() - mask.dim())).expand(output.shape)
 
 
 @pytest.mark.parametrize("device", reference_and_kernels(), indirect=True)
@@ -44,23 +39,20 @@ def test_masked_rows_change_nothing(path: Path, device: ActiveDevice, data: st.D
     experts = path.experts(case)
     masked = ~experts.valid_rows()
     assume(masked.any())
-    tensors = case.tensors(path.inputs)
-    zeros, filled = {}, {}
-    for name, tensor in tensors.items():
-        if name not in ("offsets", "counts"):
-            shape = (-1, *[1] * (tensor.dim() - 1))
-            zeros[name] = tensor.masked_fill(masked.view(shape), 0.0)
-            filled[name] = tensor.masked_fill(masked.view(shape), fill)
+    tensors = {name: x for name, x in case.tensors(path.inputs).items() if name not in ("offsets", "counts")}
+    zeros = filled(path, tensors, masked, 0.0)
+    other_fill = filled(path, tensors, masked, fill)
 
     contract = path.contract("suite")
     plain = device.run(path, given_tensors(case, zeros), contract).outputs
-    other = device.run(path, given_tensors(case, filled), contract).outputs
+    other = device.run(path, given_tensors(case, other_fill), contract).outputs
     for spec in path.outputs_of(case):
         expected, got = plain[spec.name], other[spec.name]
-        mask = _owned(spec, experts, got)
-        assert_same(spec, torch.where(mask, expected, 0), torch.where(mask, got, 0), f"masked rows hold {fill}")
+        expected, got = owned_part(spec, experts, expected), owned_part(spec, experts, got)
+        assert_same(spec, expected, got, f"masked rows hold {fill}")
         if device.name != "reference":
+            written = other[spec.name]
             finding = compare_output(
-                spec.name, got, got, format=spec.format, owned=spec.owned(experts), fill=fill_bits(got.dtype)
+                spec.name, written, written, format=spec.format, owned=spec.owned(experts), fill=fill_bits(got.dtype)
             )
             assert finding.passed, f"{spec.name}: written outside its rows, {finding.first_mismatch}"

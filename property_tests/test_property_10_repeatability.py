@@ -17,6 +17,7 @@ from kernel_runs import (
     assert_same,
     few_paths,
     kernel_examples,
+    owned_part,
     reference_and_kernels,
     space,
     thorough,
@@ -31,11 +32,10 @@ HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9
 
 
 def _assert_same_outcomes(path: Path, case: Case, first: Outcome, second: Outcome, claim: str) -> None:
+    experts = path.experts(case)
     for spec in path.outputs_of(case):
-        owned = spec.owned(path.experts(case))
-        expected, got = first.outputs[spec.name], second.outputs[spec.name]
-        owned = owned.view(*owned.shape, *[1] * (got.dim() - owned.dim()))
-        assert_same(spec, torch.where(owned, expected, 0), torch.where(owned, got, 0), claim)
+        expected, got = (owned_part(spec, experts, run.outputs[spec.name]) for run in (first, second))
+        assert_same(spec, expected, got, claim)
 
 
 @pytest.mark.parametrize("device", reference_and_kernels(), indirect=True)

@@ -29,9 +29,7 @@ from moe_numerics.paths import Path
 from moe_numerics.strategies import cases
 
 PATHS = [
-    path
-    for path in representative_paths()
-    if ".bwd.bf16" in path.id and not getattr(path.operation, "bias", False)
+    path for path in representative_paths() if ".bwd.bf16" in path.id and not getattr(path.operation, "bias", False)
 ]
 
 ROUNDINGS = 16

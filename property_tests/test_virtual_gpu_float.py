@@ -338,7 +338,7 @@ ALL = list(cases())
 BYTES = {"f32": 4, "f16": 2, "bf16": 2, "b32": 4, "b16": 2, "b8": 1, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def gpu() -> Iterator[VirtualGPU]:
     with virtual_gpu("sm_100a") as g:
         yield g

@@ -157,7 +157,7 @@ def cases() -> Iterator[Case]:
 ALL = list(cases())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def gpu() -> Iterator[VirtualGPU]:
     with virtual_gpu("sm_90a") as g:
         yield g

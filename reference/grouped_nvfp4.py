@@ -115,17 +115,17 @@ def quantize(
     }
     results: dict[str, torch.Tensor] = {}
     if recipe.rowwise:
-        random = {"seed": seed, "tensor": ROWWISE_STREAM} if recipe.stochastic else {}
-        copy = nvfp4.quantize(x, -1, experts=experts, row_scaled=recipe.row_scaled, **choices, **random)
+        own = choices | ({"seed": seed, "tensor": ROWWISE_STREAM} if recipe.stochastic else {})
+        copy = nvfp4.quantize(x, -1, experts=experts, row_scaled=recipe.row_scaled, **own)
         results |= _named("rowwise", copy, recipe, contract)
     if recipe.colwise:
-        random = {"seed": seed, "tensor": COLWISE_STREAM} if recipe.stochastic else {}
+        own = choices | ({"seed": seed, "tensor": COLWISE_STREAM} if recipe.stochastic else {})
         if recipe.rotated:
             rotated = hadamard.rotate(x, -2, contract=contract, experts=experts)
             blocks = experts.blocks(BLOCK)
-            copy = nvfp4.quantize(rotated, -2, experts=blocks, **choices, **random)
+            copy = nvfp4.quantize(rotated, -2, experts=blocks, **own)
         else:
-            copy = nvfp4.quantize(x, -2, experts=experts, **choices, **random)
+            copy = nvfp4.quantize(x, -2, experts=experts, **own)
         results |= _named("colwise", copy, recipe, contract)
     return results
 

@@ -103,8 +103,6 @@ def _blocks(x: torch.Tensor, axis: int, experts: Experts | None) -> tuple[torch.
     if axis == -1:
         if x.shape[1] % BLOCK:
             raise ValueError(f"hidden is {x.shape[1]}: rotating columns needs a multiple of {BLOCK}")
-        if not rows.full:
-            values = torch.where(rows.valid_rows(x.device).unsqueeze(1), values, 0.0)
         return values.reshape(x.shape[0], x.shape[1] // BLOCK, BLOCK), rows
     moved = rows.to_blocks(values, BLOCK)
     return moved.t().reshape(x.shape[1], rows.colwise_rows(BLOCK), BLOCK), rows

@@ -65,9 +65,7 @@ def scale_constants(element: FloatFormat, contract: Contract = SUITE) -> tuple[i
     return round_up, (bits >> 23) - 127
 
 
-def scale_codes(
-    amax_bits: torch.Tensor, element: FloatFormat = E4M3, contract: Contract = SUITE
-) -> torch.Tensor:
+def scale_codes(amax_bits: torch.Tensor, element: FloatFormat = E4M3, contract: Contract = SUITE) -> torch.Tensor:
     """Gives the E8M0 code of each amax.
 
     amax_bits: int32, float32 bits of non-negative amaxes, NaN included. Result: uint8 of that shape.
@@ -147,8 +145,6 @@ def quantize(
     values = x.to(torch.bfloat16) if contract.staging == "bfloat16" else x
     values = values.to(torch.float32)
     valid = None if rows.full else rows.valid_rows(x.device)
-    if valid is not None:
-        values = torch.where(valid.unsqueeze(1), values, 0.0)
     bits = magnitude_bits(values, contract.nan_policy)
 
     if axis == -1 and not block2d:

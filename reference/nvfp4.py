@@ -333,14 +333,18 @@ def _four_over_six(
         total = torch.zeros_like(block_amax)
         for place in range(BLOCK):
             total = total + each[:, :, place]
-        candidates.append((codes, scales, _tile_sum(total, axis, rows) if block2d else total))
+        candidates.append((codes, scales, tile_sum(total, axis, rows) if block2d else total))
     (codes6, scales6, error6), (codes4, scales4, error4) = candidates
     four = error4 < error6
     return torch.where(four.unsqueeze(2), codes4, codes6), torch.where(four, scales4, scales6)
 
 
-def _tile_sum(errors: torch.Tensor, axis: int, rows: Experts) -> torch.Tensor:
-    """The sum over the 16 lines of each tile, added in pairs 8, 4, 2 and 1 apart, for each of its lines."""
+def tile_sum(errors: torch.Tensor, axis: int, rows: Experts) -> torch.Tensor:
+    """Gives the sums of errors over the 16 lines of each tile, repeated for its lines.
+
+    errors: float32 [lines, blocks]. The lines of a tile are added in pairs 8, then 4, 2 and 1 apart, the
+    order in which a warp reduces them.
+    """
     lines = rows.to_blocks(errors, BLOCK) if axis == -1 else errors
     tiles = lines.reshape(-1, BLOCK, lines.shape[1])
     for half in (8, 4, 2, 1):

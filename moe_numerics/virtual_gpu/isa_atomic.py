@@ -85,7 +85,7 @@ def perform(
         w.launch.traffic(region.space, "written", size * items.size)
         mine = [v if where is None else v[where] for v in values]
         cells = region.view(size).view(view)
-        if old is None and op in _INTEGER_AT and view.kind in "ui":
+        if old is None and op in _INTEGER_AT and kind[0] in "usb" and kind[1].isdigit():
             _INTEGER_AT[op].at(cells, items, mine[0])
             if region.shadow is not None:
                 region.store(items, size, region.load(items, size))

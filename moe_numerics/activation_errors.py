@@ -1,0 +1,262 @@
+"""How far float32 activations are from the true ones: measured on every bfloat16 input, kept as a table.
+
+The functions are those that a path applies to one bfloat16 operand: activations and their derivatives. Three kinds of
+arithmetic evaluate them: "exact", the project's own float32 polynomials; "library", PyTorch's float32 operators, whose
+derivatives are those of its autograd; "fast", the approximate instructions of a GPU. The first two are measured over all
+65,536 bfloat16 inputs against the float64 oracle. The third is bounded over the same inputs from what the PTX ISA says of
+`ex2.approx.ftz.f32` (relative error up to 2^-22) and `rcp.approx.ftz.f32` (one unit in the last place).
+
+    |computed(x) - f(x)| <= (relative * |f(x)| + weighted * w(x)) * 2^-24 + 2^tiny
+
+w(x) is |x| for activations and 1 for derivatives and bounded functions: where f is small by cancellation, the error
+follows w and not f. `relative` is the largest error over |f| where |f| >= w / 8, `weighted` what other inputs need above
+that, `tiny` what is left below 2^-120. All are rounded up, which covers what float64 loses.
+
+`python -m moe_numerics.activation_errors` measures again and prints the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_numerics.reference import exact_math, oracle
+from moe_numerics.reference.activations import UNARY_ACTIVATIONS, SituGlu
+from moe_numerics.reference.exact_math import float32
+from moe_numerics.reference.unary_activations import QuickGelu, Sigmoid, UnaryActivation
+
+__all__ = ["FUNCTIONS", "KINDS", "ActivationError", "Function", "error_of", "measure"]
+
+KINDS = ("exact", "library", "fast")
+UNIT = 2.0**-24
+NORMAL = 2.0**-120
+LOG2_E = 1.4426950408889634
+
+Map = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class ActivationError:
+    """The constants of the module's docstring; relative and weighted in units of 2^-24, tiny a power of two."""
+
+    relative: float
+    weighted: float
+    tiny: int
+
+    def bound(self, value: Tensor, weight: Tensor) -> Tensor:
+        """The error bound for oracle values and weights, float64."""
+        return (self.relative * value.abs() + self.weighted * weight) * UNIT + 2.0**self.tiny
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function of one operand: its float64 oracle, and how float32 evaluates it.
+
+    weighted_by_input: whether w(x) is |x|. fast: (value, error bound) under approximate instructions, None where those
+    do not reach it.
+    """
+
+    oracle: Map
+    exact: Map
+    library: Map
+    weighted_by_input: bool
+    fast: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+
+    def weight(self, x: Tensor) -> Tensor:
+        """w(x) in float64."""
+        return x.double().abs() if self.weighted_by_input else torch.ones_like(x, dtype=torch.float64)
+
+
+def _library(activation: UnaryActivation) -> Map:
+    name = type(activation).__name__
+    if isinstance(activation, QuickGelu):
+        alpha = float32(activation.alpha)
+        return lambda x: x * torch.sigmoid(alpha * x)
+    named: dict[str, Map] = {
+        "Silu": torch.nn.functional.silu,
+        "Sigmoid": torch.sigmoid,
+        "Gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "GeluErf": torch.nn.functional.gelu,
+        "Relu": torch.relu,
+        "SquaredRelu": lambda x: torch.relu(x) ** 2,
+        "TanhSquaredRelu": lambda x: (_SCALE * torch.tanh(torch.relu(x) / _SCALE)) ** 2,
+    }
+    return named[name]
+
+
+_SCALE = float32(getattr(UNARY_ACTIVATIONS["tanh_srelu"], "scale", 1.0))
+_SITU = SituGlu()
+_BETAS = {"gate": float32(_SITU.beta_gate), "up": float32(_SITU.beta_up)}
+
+
+def _autograd(function: Map) -> Map:
+    def derivative(x: Tensor) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(function(leaf).sum(), leaf)
+        return gradient
+
+    return derivative
+
+
+def _fast_sigmoid(x: Tensor, argument_error: Tensor) -> tuple[Tensor, Tensor]:
+    """sigmoid(x) as rcp(1 + ex2(-x * log2 e)) and its error; x is off by argument_error already."""
+    s = oracle.sigmoid(x)
+    # The constant and the product are each rounded; what that moves the exponent by, the exponential is off by.
+    exponent_error = x.abs() * 2.0 * UNIT + argument_error
+    exponential = torch.expm1(exponent_error) + 2.0**-22
+    relative = oracle.sigmoid(-x) * exponential + UNIT + 2.0**-23
+    return s, s * relative + 2.0**-126
+
+
+def _fast_scaled(alpha: float, times_x: bool, derivative: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """x * sigmoid(alpha * x), sigmoid(x), or its derivative sigmoid(y) * (1 + y * (1 - sigmoid(y))), y = alpha * x."""
+
+    def evaluate(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = (alpha * x).clamp(-1.0e4, 1.0e4)
+        s, error = _fast_sigmoid(y, y.abs() * UNIT)
+        if not derivative:
+            value = x * s if times_x else s
+            scale = x.abs() if times_x else torch.ones_like(x)
+            return value, scale * error + value.abs() * UNIT
+        complement = error + UNIT
+        inner = 1.0 + y * oracle.sigmoid(-y) if times_x else oracle.sigmoid(-y)
+        inner_error = (y.abs() * (complement + 2 * UNIT) if times_x else complement) + inner.abs() * UNIT + UNIT
+        inner_error = torch.where(y.abs() > 100.0, 2.0**-22 + y.abs() * 2.0**-22, inner_error)
+        value = s * inner
+        return value, s * inner_error + inner.abs() * error + value.abs() * UNIT
+
+    return evaluate
+
+
+def _unary(activation: UnaryActivation) -> tuple[Function, Function]:
+    """The activation and its derivative."""
+    library = _library(activation)
+    alpha = {"Silu": 1.0, "Sigmoid": 1.0}.get(type(activation).__name__)
+    if isinstance(activation, QuickGelu):
+        alpha = float32(activation.alpha)
+    times_x = not isinstance(activation, Sigmoid)
+    fast = None if alpha is None else _fast_scaled(alpha, times_x, False)
+    slope = None if alpha is None else _fast_scaled(alpha, times_x, True)
+    forward = Function(lambda x: oracle.forward(activation, x), activation.evaluate, library, times_x, fast)
+    backward = Function(
+        lambda x: oracle.backward(activation, torch.ones_like(x), x)[0],
+        lambda x: activation.differentiate(torch.ones_like(x), x)[1],
+        _autograd(library),
+        weighted_by_input=type(activation).__name__ == "SquaredRelu",
+        fast=slope,
+    )
+    return forward, backward
+
+
+def _situ() -> dict[str, Function]:
+    b, c = _BETAS["gate"], _BETAS["up"]
+
+    def bounded(x: Tensor, beta: float) -> Tensor:
+        return exact_math.tanh(x * float32(1.0 / beta)) * beta
+
+    def gate_slope(x: Tensor) -> Tensor:
+        terms, pair = exact_math.tanh_terms(x * float32(1.0 / b)), exact_math.sigmoid_pair(x)
+        return pair.value * exact_math.fma(terms.value * b, pair.complement, terms.derivative)
+
+    def gate_value(x: Tensor) -> Tensor:
+        return b * torch.tanh(x / b) * torch.sigmoid(x)
+
+    def up_value(x: Tensor) -> Tensor:
+        return c * torch.tanh(x / c)
+
+    return {
+        "situ_gate": Function(
+            gate_value, lambda x: bounded(x, b) * exact_math.sigmoid_pair(x).value, gate_value, True
+        ),
+        "situ_gate'": Function(
+            lambda x: oracle.sigmoid(x) * (b * torch.tanh(x / b) * oracle.sigmoid(-x) + oracle.sech_squared(x / b)),
+            gate_slope,
+            _autograd(gate_value),
+            False,
+        ),
+        "situ_up": Function(up_value, lambda x: bounded(x, c), up_value, True),
+        "situ_up'": Function(
+            lambda x: oracle.sech_squared(x / c),
+            lambda x: exact_math.tanh_terms(x * float32(1.0 / c)).derivative,
+            _autograd(up_value),
+            False,
+        ),
+    }
+
+
+def _functions() -> dict[str, Function]:
+    found: dict[str, Function] = {}
+    for name, activation in {**UNARY_ACTIVATIONS, "sigmoid": Sigmoid()}.items():
+        found[name], found[f"{name}'"] = _unary(activation)
+    return found | _situ()
+
+
+FUNCTIONS: dict[str, Function] = _functions()
+"""Every function by name; a derivative's name ends in an apostrophe."""
+
+
+def measure(name: str, kind: str) -> ActivationError:
+    """The constants of one function, over every finite bfloat16 input. KeyError: the kind does not reach it."""
+    function = FUNCTIONS[name]
+    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    x = bits[torch.isfinite(bits)].float()
+    wide = x.double()
+    if kind == "fast":
+        if function.fast is None:
+            raise KeyError(name)
+        value, error = function.fast(wide)
+    else:
+        value = function.oracle(wide)
+        error = ((function.exact if kind == "exact" else function.library)(x).double() - value).abs()
+    weight = function.weight(x)
+    inside = (value.abs() < 2.0**127) & torch.isfinite(error)
+    value, error, weight = value.abs()[inside], error[inside], weight[inside]
+    normal = (value >= NORMAL) & (weight >= NORMAL)
+    large = normal & (value >= weight / 8)
+    relative = _ceil(float((error[large] / value[large]).max()) / UNIT)
+    left = (error - relative * UNIT * value).clamp(min=0.0)
+    # Below 2^-90 of the weight the flushed end of an exponential is left to `tiny`.
+    weighted = _ceil(float((left[normal] / weight[normal]).max()) / UNIT)
+    left = (left - weighted * UNIT * weight).clamp(min=0.0)
+    tiny = float(left.max())
+    return ActivationError(relative, weighted, max(math.ceil(math.log2(tiny)) if tiny else -149, -149))
+
+
+def _ceil(value: float) -> float:
+    """The next 1/64 above, zero for zero."""
+    return math.ceil(value * 64 + 2.0**-10) / 64 if value else 0.0
+
+
+def error_of(name: str, kind: str) -> ActivationError:
+    """The table's entry. KeyError: an unknown function, or one that the kind of arithmetic does not reach."""
+    return ActivationError(*TABLE[name][kind])
+
+
+TABLE: dict[str, dict[str, tuple[float, float, int]]] = {
+    # BEGIN TABLE
+    # END TABLE
+}
+"""Measured with torch 2.13.0 on x86-64."""
+
+
+def table_text() -> str:
+    """The measured table as the lines of this file."""
+    lines = []
+    for name in FUNCTIONS:
+        entries = []
+        for kind in KINDS:
+            try:
+                found = measure(name, kind)
+            except KeyError:
+                continue
+            entries.append(f'"{kind}": ({found.relative!r}, {found.weighted!r}, {found.tiny})')
+        lines.append(f'    "{name}": {{{", ".join(entries)}}},')
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table_text())
