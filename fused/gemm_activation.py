@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 from moe_numerics.fused.elementwise import SUM_THREADS, sum_shares_kernel, zero_amax
-from moe_numerics.fused.gemm_blocks import Exchange, Outputs, Spot, write_block
+from moe_numerics.fused.gemm_blocks import Exchange, Outputs, Spot, write_block, zero_invalid_rows
 from moe_numerics.fused.gemm_column_sums import ColumnSums, add_columns, launch_sum_parts, write_parts
 from moe_numerics.fused.gemm_epilogue import (
     BLOCK,
@@ -25,7 +25,7 @@ from moe_numerics.fused.gemm_epilogue import (
     read_vector,
 )
 from moe_numerics.fused.gemm_problem import ROWS
-from moe_numerics.fused.gemm_rotation import largest_rotated, masked
+from moe_numerics.fused.gemm_rotation import largest_rotated
 from moe_numerics.fused.hadamard import Rotation
 from moe_numerics.fused.memory import MaybeTensor, load_words, pack_bf16, select, store_words, unpack_bf16
 from moe_numerics.fused.ragged import raise_amax
@@ -96,6 +96,7 @@ class ActivationForward:
             weights = [Float32(prob[cutlass.min(spot.row + 8 * half, place.end - 1)]) for half in range(2)]
         largest = Float32(0.0)
         rotated = Float32(0.0)
+        exact = cute.make_rmem_tensor(2 * VECTOR, Float32)
         for step in cutlass.range(cute.size(sums) // (PER_BLOCK * inputs), unroll=1):
             base = place.column + step * (BLOCK * inputs)
             inside = base < columns
@@ -107,9 +108,7 @@ class ActivationForward:
                     read_vector(line + cute.assume(nearest + BLOCK * i, divby=VECTOR), self.wide_bias)
                     for i in range(inputs)
                 ]
-            values = []
             packed = []
-            exact = []
             for half in cutlass.range_constexpr(2):
                 own = []
                 for i in cutlass.range_constexpr(inputs):
@@ -122,10 +121,12 @@ class ActivationForward:
                     packed.append(words)
                     own.append(unpack_bf16(words) if self.staged else vector)
                 streams, _ = self.op.row(own, None, weights[half], self.target)
-                exact.append(streams[0])
-                values.append([[quantizer.prepare(value) for value in stream] for stream in streams])
+                for j in cutlass.range_constexpr(VECTOR):
+                    exact[half * VECTOR + j] = streams[0][j]
+            zero_invalid_rows(exact, spot)
+            values = [[[quantizer.prepare(exact[half * VECTOR + j]) for j in range(VECTOR)]] for half in range(2)]
             if cutlass.const_expr(amax_rotated is not None):
-                pairs = [masked(exact[0][j], exact[1][j], spot) for j in range(VECTOR)]
+                pairs = [(exact[j], exact[VECTOR + j]) for j in range(VECTOR)]
                 of_rotated = largest_rotated(self.rotation, quantizer, pairs, thread % 32)
                 rotated = quantizer.magnitude_max(rotated, select(inside, of_rotated, Float32(0.0)))
             of_block = write_block(
@@ -142,10 +143,10 @@ class ActivationForward:
             )
             if cutlass.const_expr(preactivation is not None):
                 for half, valid in enumerate((spot.upper, spot.lower)):
-                    pointer = preactivation.iterator + (Int64(spot.row + 8 * half) * columns + base + lane_column)
+                    line = preactivation.iterator + (Int64(spot.row + 8 * half) * columns + lane_column)
                     if inside and valid:
                         for i in cutlass.range_constexpr(inputs):
-                            store_words(pointer + BLOCK * i, packed[half * inputs + i])
+                            store_words(line + (base + BLOCK * i), packed[half * inputs + i])
             largest = quantizer.magnitude_max(largest, of_block)
             drop_blocks(sums, inputs)
         raise_amax(amax.iterator + place.expert, largest, thread % 32)
@@ -203,13 +204,21 @@ class ActivationBackward:
     ) -> None:
         """The activation's inputs as they were saved, into registers: of each row, of each input, 8 packed columns."""
         inputs = self.op.layout.inputs
-        nearest = cutlass.min(base, columns - BLOCK) * inputs + lane_column
+        nearest = cutlass.min(base, columns - BLOCK) * inputs
         for half, row in enumerate(rows):
+            line = saved.iterator + (Int64(row) * (inputs * columns) + lane_column)
             for i in range(inputs):
-                at = cute.assume(nearest + BLOCK * i, divby=VECTOR)
-                loaded = load_words(saved.iterator + (Int64(row) * (inputs * columns) + at), WORDS)
+                loaded = load_words(line + (nearest + BLOCK * i), WORDS)
                 for word in range(WORDS):
                     words[(half * inputs + i) * WORDS + word] = loaded[word]
+
+    def _held(self, exact: cute.Tensor) -> list[list[list[Float32]]]:
+        """The values of each row, of each stream."""
+        streams = self.op.streams
+        return [
+            [[exact[(half * streams + stream) * VECTOR + j] for j in range(VECTOR)] for stream in range(streams)]
+            for half in range(2)
+        ]
 
     @cute.jit
     def prefetch(
@@ -271,6 +280,7 @@ class ActivationBackward:
         self._load(ahead, saved, rows, place.column, columns, lane_column)
         largest = Float32(0.0)
         rotated = Float32(0.0)
+        exact = cute.make_rmem_tensor(2 * self.op.streams * VECTOR, Float32)
         for round_ in cutlass.range(cute.size(sums) // (PER_BLOCK * UNROLLED), unroll=1):
             for block in cutlass.range_constexpr(UNROLLED):
                 step = round_ * UNROLLED + block
@@ -278,9 +288,7 @@ class ActivationBackward:
                 inside = base < columns
                 current = [ahead[i] for i in range(2 * inputs * WORDS)]
                 self._load(ahead, saved, rows, base + BLOCK, columns, lane_column)
-                values = []
                 totals = []
-                exact = []
                 entered = []
                 for half in cutlass.range_constexpr(2):
                     incoming = block_values(sums, block, half)
@@ -293,9 +301,10 @@ class ActivationBackward:
                         for i in range(inputs)
                     ]
                     streams, share = self.op.row(own, incoming, weights[half], self.target)
-                    exact.append(streams)
+                    for stream in cutlass.range_constexpr(self.op.streams):
+                        for j in cutlass.range_constexpr(VECTOR):
+                            exact[(half * self.op.streams + stream) * VECTOR + j] = streams[stream][j]
                     entered.append(incoming)
-                    values.append([[quantizer.prepare(value) for value in stream] for stream in streams])
                     if cutlass.const_expr(shares is not None):
                         share = select(inside, share, Float32(0.0))
                         share = share + cute.arch.shuffle_sync_bfly(share, 1)
@@ -305,18 +314,19 @@ class ActivationBackward:
                         totals.append(earlier[half] + both)
                         earlier[half] = select(step % 4 == 1, both, earlier[half])
                         pairs[half] = select(step % 2 == 0, share, Float32(0.0))
+                zero_invalid_rows(exact, spot)
+                held = self._held(exact)
+                values = [[[quantizer.prepare(value) for value in stream] for stream in row] for row in held]
                 if cutlass.const_expr(dactivation is not None):
                     for half, valid in enumerate((spot.upper, spot.lower)):
-                        pointer = dactivation.iterator + (Int64(spot.row + 8 * half) * columns + base + lane_column)
+                        line = dactivation.iterator + (Int64(spot.row + 8 * half) * columns + lane_column)
                         if inside and valid:
                             words = [value.bitcast(Uint32) for value in entered[half]]
-                            store_words(pointer, words[:4])
-                            store_words(pointer + 4, words[4:])
+                            store_words(line + base, words[:4])
+                            store_words(line + (base + 4), words[4:])
                 if cutlass.const_expr(parts is not None or amax_rotated is not None):
                     for stream in cutlass.range_constexpr(self.op.streams):
-                        rows_of_columns = [
-                            masked(exact[0][stream][j], exact[1][stream][j], spot) for j in range(VECTOR)
-                        ]
+                        rows_of_columns = [(held[0][stream][j], held[1][stream][j]) for j in range(VECTOR)]
                         if cutlass.const_expr(parts is not None):
                             add_columns(column_sums, thread, stream, step, rows_of_columns)
                         if cutlass.const_expr(amax_rotated is not None):

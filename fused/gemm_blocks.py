@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8
 from moe_numerics.fused.gemm_epilogue import BLOCK, VECTOR
 from moe_numerics.fused.memory import MaybeTensor, pack_bf16, select, store_words
 
-__all__ = ["Exchange", "Outputs", "Spot", "write_block"]
+__all__ = ["Exchange", "Outputs", "Spot", "write_block", "zero_invalid_rows"]
 
 WARPS = 8
 # Barrier 0 is that of the whole thread block; each pair of warps has its own.
@@ -70,11 +70,30 @@ class Spot(NamedTuple):
         return cls(thread, row, row < place.end, row + 8 < place.end, scale_row, block_row < place.end)
 
 
-def _largest(quantizer: Any, values: Sequence[Float32], start: Float32) -> Float32:
-    """Largest magnitude of the values and of `start`."""
-    for value in values:
-        start = quantizer.magnitude_max(start, value)
-    return start
+def _largest(quantizer: Any, values: Sequence[Float32]) -> Float32:
+    """Largest magnitude of the values; 0 where NaN is ignored and there is nothing else."""
+    first, *others = values
+    largest = cute.math.absf(first)
+    if not quantizer.propagate_nan:
+        largest = quantizer.magnitude_max(Float32(0.0), first)
+    for value in others:
+        largest = quantizer.magnitude_max(largest, value)
+    return largest
+
+
+@cute.jit
+def zero_invalid_rows(values: cute.Tensor, spot: Any) -> None:
+    """Zeros for a thread's values, of its first row and then of its second, where the row is not valid.
+
+    A branch, since almost every tile is full.
+    """
+    half = cute.size(values) // 2
+    if not spot.lower:
+        for i in cutlass.range_constexpr(half):
+            values[half + i] = Float32(0.0)
+        if not spot.upper:
+            for i in cutlass.range_constexpr(half):
+                values[i] = Float32(0.0)
 
 
 def _column_of_lane(quantizer: Any, values: list[Float32], lane: Int32) -> Float32:
@@ -112,7 +131,7 @@ def write_block(
     outputs: Any,
     exchange: Any,
 ) -> Float32:
-    """Write a block of 32 columns of each stream; gives the largest magnitude that this lane saw in valid rows.
+    """Write a block of 32 columns of each stream; gives the largest magnitude that this lane saw.
 
     blocks: as MXFP8, else as bfloat16. first_columns: of each stream's block in the output, `width` columns wide;
     inside: whether the block is in the output at all. parity: alternates from block to block.
@@ -139,9 +158,9 @@ def _write_rounded(
     for half, valid in enumerate((spot.upper, spot.lower)):
         for stream, first in enumerate(first_columns):
             if inside and valid:
-                pointer = Int64(spot.row + 8 * half) * width + cute.assume(first + shift, divby=VECTOR)
-                store_words(outputs.out.iterator + pointer, pack_bf16(values[half][stream]))
-                largest = _largest(quantizer, values[half][stream], largest)
+                line = outputs.out.iterator + (Int64(spot.row + 8 * half) * width + shift)
+                store_words(line + first, pack_bf16(values[half][stream]))
+                largest = quantizer.magnitude_max(largest, _largest(quantizer, values[half][stream]))
     return largest
 
 
@@ -168,16 +187,14 @@ def _write_mxfp8(
     for stream in cutlass.range_constexpr(streams):
         for half in cutlass.range_constexpr(2):
             current = values[half][stream]
-            block = _largest(quantizer, current, Float32(0.0))
+            block = _largest(quantizer, current)
             block = quantizer.magnitude_max(block, cute.arch.shuffle_sync_bfly(block, 1))
             block = quantizer.magnitude_max(block, cute.arch.shuffle_sync_bfly(block, 2))
             code = quantizer.scale_code(block)
             rowwise[half].append((code, quantizer.encode(current, [quantizer.factor(code)] * VECTOR)))
         over_rows = []
         for j in cutlass.range_constexpr(VECTOR):
-            upper = select(spot.upper, values[0][stream][j], Float32(0.0))
-            lower = select(spot.lower, values[1][stream][j], Float32(0.0))
-            over_rows.append(_largest(quantizer, (upper, lower), Float32(0.0)))
+            over_rows.append(_largest(quantizer, (values[0][stream][j], values[1][stream][j])))
         over_warp.append(_column_of_lane(quantizer, over_rows, lane))
         exchange.partial[((parity * streams + stream) * WARPS + warp) * BLOCK + column] = over_warp[stream]
     cute.arch.barrier(barrier_id=FIRST_BARRIER + warp // 2, number_of_threads=PAIR_THREADS)
@@ -201,13 +218,14 @@ def _write_mxfp8(
         for half, valid in enumerate((spot.upper, spot.lower)):
             if valid:
                 own_row = spot.row + 8 * half
+                start = Int64(own_row) * width + shift
                 for stream in cutlass.range_constexpr(streams):
-                    pointer = Int64(own_row) * width + cute.assume(first_columns[stream] + shift, divby=VECTOR)
-                    store_words(outputs.codes_rowwise.iterator + pointer, rowwise[half][stream][1])
-                    store_words(outputs.codes_colwise.iterator + pointer, colwise[half][stream])
+                    first = first_columns[stream]
+                    store_words((outputs.codes_rowwise.iterator + start) + first, rowwise[half][stream][1])
+                    store_words((outputs.codes_colwise.iterator + start) + first, colwise[half][stream])
                 if lane % 4 == 0:
                     for stream in cutlass.range_constexpr(streams):
                         outputs.scales_rowwise[own_row, first_columns[stream] // BLOCK] = rowwise[half][stream][0].to(
                             Uint8
                         )
-    return _largest(quantizer, over_warp, Float32(0.0))
+    return _largest(quantizer, over_warp)

@@ -11,9 +11,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 from moe_numerics.fused.hadamard import Rotation
-from moe_numerics.fused.memory import select
 
-__all__ = ["largest_rotated", "masked"]
+__all__ = ["largest_rotated"]
 
 
 def _flipped(value: Float32, flip: Uint32) -> Float32:
@@ -51,8 +50,3 @@ def largest_rotated(
                 rotated = rotated.to(BFloat16).to(Float32)
             largest = quantizer.magnitude_max(largest, rotated)
     return largest
-
-
-def masked(upper: Float32, lower: Float32, spot: Any) -> tuple[Float32, Float32]:
-    """A thread's two rows of a column, zeros where invalid."""
-    return select(spot.upper, upper, Float32(0.0)), select(spot.lower, lower, Float32(0.0))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from moe_numerics.devices import CudaDevice, VirtualDevice, open_device
 from moe_numerics.reference.formats import E4M3
+from moe_numerics.reference.grouped_nvfp4 import Recipe
 
 __all__ = ["Measurement", "measure"]
 
@@ -110,6 +112,7 @@ def _plain_backward(grad: torch.Tensor, gate_up: torch.Tensor, prob: torch.Tenso
 
 def _cuda(device: str) -> Iterator[Measurement]:
     from moe_numerics.fused.elementwise import activation_backward, activation_forward, quantize
+    from moe_numerics.fused.grouped_nvfp4 import quantize as quantize_nvfp4
 
     generator = torch.Generator(device).manual_seed(0)
 
@@ -124,31 +127,24 @@ def _cuda(device: str) -> Iterator[Measurement]:
 
     elements = ROWS * HIDDEN
     scales = elements // 16
-    kernels: list[tuple[str, int, Callable[..., dict[str, torch.Tensor]], tuple[Any, ...]]] = [
-        ("quantize.mxfp8_e4m3", elements * 4 + scales, quantize, (grad, offsets, None)),
-        ("swiglu.fwd.bf16", elements * 6, activation_forward, (gate_up, offsets, None, prob)),
-        ("swiglu.fwd.mxfp8_e4m3", elements * 6 + scales, activation_forward, (gate_up, offsets, None, prob)),
-        ("swiglu.bwd.bf16", elements * 10, activation_backward, (grad, gate_up, offsets, None, prob)),
-        (
-            "swiglu.bwd.mxfp8_e4m3",
-            elements * 10 + 2 * scales,
-            activation_backward,
-            (grad, gate_up, offsets, None, prob),
-        ),
+    mxfp8: dict[str, Any] = {"element": E4M3}
+    forward, backward = (gate_up, offsets, None, prob), (grad, gate_up, offsets, None, prob)
+    packed = elements // 2 + elements // 16
+    amax = {name: grad.abs().max().float().reshape(1) for name in ("amax_rowwise", "amax_colwise")}
+    rowwise: dict[str, Any] = {"recipe": Recipe(colwise=False), "amax": amax}
+    rotated: dict[str, Any] = {"recipe": Recipe(rowwise=False, rotated=True), "amax": amax}
+    kernels: list[tuple[str, int, Callable[..., dict[str, torch.Tensor]], tuple[Any, ...], dict[str, Any]]] = [
+        ("quantize.mxfp8_e4m3", elements * 4 + scales, quantize, (grad, offsets), mxfp8),
+        ("quantize.nvfp4.rowwise, amax known", elements * 2 + packed, quantize_nvfp4, (grad, offsets), rowwise),
+        ("quantize.nvfp4.rht_colwise, amax known", elements * 2 + packed, quantize_nvfp4, (grad, offsets), rotated),
+        ("swiglu.fwd.bf16", elements * 6, activation_forward, forward, {}),
+        ("swiglu.fwd.mxfp8_e4m3", elements * 6 + scales, activation_forward, forward, mxfp8),
+        ("swiglu.bwd.bf16", elements * 10, activation_backward, backward, {}),
+        ("swiglu.bwd.mxfp8_e4m3", elements * 10 + 2 * scales, activation_backward, backward, mxfp8),
     ]
-    for name, size, function, arguments in kernels:
-        options = {"element": E4M3} if "mxfp8" in name else {}
+    for name, size, function, arguments, options in kernels:
         out = function(*arguments, **options)
-
-        def call(
-            function: Callable[..., Any] = function,
-            arguments: tuple[Any, ...] = arguments,
-            options: dict[str, Any] = options,
-            out: dict[str, torch.Tensor] = out,
-        ) -> None:
-            function(*arguments, **options, out=out)
-
-        seconds = _seconds(call)
+        seconds = _seconds(partial(function, *arguments, **options, out=out))
         yield Measurement(f"{name}, [{ROWS}, {HIDDEN}]", seconds * 1e6, "us")
         yield Measurement(f"{name}, share of the copy bandwidth", 100 * size / seconds / copy, "%")
     for name, size, plain, inputs in (
@@ -156,7 +152,7 @@ def _cuda(device: str) -> Iterator[Measurement]:
         ("swiglu.bwd.mxfp8_e4m3", elements * 10 + 2 * scales, _plain_backward, (grad, gate_up, prob)),
     ):
         compiled = torch.compile(plain, dynamic=False)
-        seconds = _seconds(lambda compiled=compiled, inputs=inputs: compiled(*inputs))  # type: ignore[misc]
+        seconds = _seconds(partial(compiled, *inputs))
         yield Measurement(f"torch.compile of the same work as {name}", seconds * 1e6, "us")
         yield Measurement(
             f"torch.compile of the same work as {name}, share of the copy bandwidth",

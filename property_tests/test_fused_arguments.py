@@ -6,6 +6,7 @@ a buffer that is too small, an error that does not say what to do.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -90,7 +91,7 @@ REFUSED: list[tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str]] = 
 ]
 
 
-@pytest.mark.parametrize(("function", "arguments", "wrong", "message"), REFUSED, ids=lambda value: None)
+@pytest.mark.parametrize(("function", "arguments", "wrong", "message"), REFUSED)
 def test_bad_arguments_are_refused_before_a_launch(
     function: Callable[..., Any],
     arguments: dict[str, Any],
@@ -104,10 +105,9 @@ def test_bad_arguments_are_refused_before_a_launch(
     for module in (elementwise, grouped_nvfp4):
         monkeypatch.setattr(module, "launch", launched)
         monkeypatch.setattr(module, "compile_function", launched)
-    with pytest.raises(ValueError, match=".") as error:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         function(**{**arguments, **wrong})
     text = str(error.value)
-    assert message in text
     assert "expected" in text or "needs" in text or "takes" in text or "compiled" in text
     assert "\n" not in text
 

@@ -34,7 +34,7 @@ ALLOWED = (
     r"setp\.(eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan)(\.and|\.or|\.xor)?\.f32",
     r"cvt\.rn\.(bf16|bf16x2)\.f32",
     r"cvt\.f32\.bf16",
-    r"cvt\.rn\.f32\.[us]32",
+    r"cvt\.rn\.f32\.[us](16|32)",
     r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32",
     r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2",
     r"cvt\.f32\.f16",

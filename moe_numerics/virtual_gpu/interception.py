@@ -295,6 +295,8 @@ def intercepted(arch: str) -> Iterator[None]:
     bound: list[list[tuple[int, int, str, object]]] = []
 
     def arguments(self: Any, args: Any, kwargs: Any) -> Any:
+        # A call starts afresh, whatever became of the last one.
+        _pending.clear()
         found: list[tuple[int, int, str, object]] = []
         for n, value in enumerate(args):
             ranges(value, f"argument {n}", found)
@@ -308,7 +310,6 @@ def intercepted(arch: str) -> Iterator[None]:
 
         known = bound.pop() if bound else []
         bound.clear()
-        _pending.clear()
         gpu = active()
         with gpu.known(known) if gpu is not None else contextlib.nullcontext():
             try:

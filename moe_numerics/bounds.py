@@ -1,0 +1,325 @@
+"""Enclosures of what a correct kernel may compute, composed from its rounding steps.
+
+An `Enclosure` holds, element by element, the exact value by the float64 oracle and how far a float32 computation of it
+can be off. Each step adds what it can add, and no more:
+
+    conversion to a format    half the spacing of that format at the largest value in the enclosure
+    activation of a bfloat16  `activation_errors`, measured over every input
+    product of n factors      (1 + u)^(n - 1) of the product of the factors' ends, in any order; an intermediate
+                              product that underflows loses up to 2^-149 times the other factors
+    sum of n terms            (n - 1) u / (1 - (n - 1) u) of the sum of magnitudes, in any order (Higham, Accuracy and
+                              Stability of Numerical Algorithms, 2nd ed., section 4.2), atomics included
+    amax                      the largest lower and the largest upper end
+    tensor core               `reference.tensor_core.accumulation_bound`, a truncation for each group of K
+
+u = 2^-24 where intermediate values are float32, and 2^-8 where each of them is rounded to bfloat16.
+
+Not decided, and then neither explained nor unexplained: Inf in an input, and factors whose product can leave the range
+of float32 in some order. A NaN in an input is decided: the result is NaN. The sign of a zero is not decided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moe_numerics.activation_errors import FUNCTIONS, KINDS, error_of
+from moe_numerics.reference import elementwise, oracle
+from moe_numerics.reference.activations import UNARY_ACTIVATIONS, Activation
+from moe_numerics.reference.exact_math import float32
+from moe_numerics.reference.gated_activations import ClampedSwiglu, Gated, SituGlu, StepSwiglu
+from moe_numerics.reference.ragged import Experts
+from moe_numerics.reference.tensor_core import find_model
+from moe_numerics.reference.unary_activations import QuickGelu, Sigmoid, Silu, UnaryActivation
+
+__all__ = [
+    "Arithmetic",
+    "BoundError",
+    "Enclosure",
+    "accumulation_factor",
+    "backward",
+    "forward",
+    "half_spacing",
+    "largest",
+    "product",
+    "row_sum",
+]
+
+FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
+INTERMEDIATES = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+
+
+class BoundError(ValueError):
+    """No bound is derived for what was asked; the message says why."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a kernel computes between its bfloat16 inputs and its outputs.
+
+    functions: "exact", "library" or "fast", as in `activation_errors`. intermediate: "float32", or "bfloat16" where
+    every operation's result is rounded to bfloat16, as eager PyTorch does on bfloat16 tensors.
+    """
+
+    functions: str = "library"
+    intermediate: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.functions not in KINDS:
+            raise BoundError(f"functions = {self.functions!r}: expected one of {', '.join(KINDS)}")
+        if self.intermediate not in INTERMEDIATES:
+            raise BoundError(f"intermediate = {self.intermediate!r}: expected one of {', '.join(INTERMEDIATES)}")
+
+    @property
+    def unit(self) -> float:
+        """Relative error of one operation, its rounding to float32 and to the intermediate type."""
+        return 2.0**-24 + (INTERMEDIATES["bfloat16"] * (1 + 2.0**-24) if self.intermediate == "bfloat16" else 0.0)
+
+
+@dataclass(frozen=True)
+class Enclosure:
+    """value: float64, the oracle's. error: float64, how far a correct result may be from it. decided: bool."""
+
+    value: Tensor
+    error: Tensor
+    decided: Tensor
+
+    @classmethod
+    def exact(cls, value: Tensor) -> Enclosure:
+        """A value that every kernel has: an input."""
+        wide = value.double()
+        return cls(wide, torch.zeros_like(wide), ~torch.isinf(wide))
+
+    @property
+    def reach(self) -> Tensor:
+        """The largest magnitude inside."""
+        return self.value.abs() + self.error
+
+    def where(self, mask: Tensor, other: float = 0.0) -> Enclosure:
+        """This enclosure where `mask` holds, exactly `other` elsewhere."""
+        return Enclosure(
+            torch.where(mask, self.value, other), torch.where(mask, self.error, 0.0), self.decided | ~mask
+        )
+
+    def rounded(self, unit: float) -> Enclosure:
+        """After one more operation that rounds with this relative error."""
+        return Enclosure(self.value, self.error + unit * self.reach + 2.0**-149, self.decided)
+
+    def converted(self, mantissa_bits: int, min_exponent: int = -126) -> Enclosure:
+        """After rounding to a format, to nearest."""
+        return Enclosure(self.value, self.error + half_spacing(self.reach, mantissa_bits, min_exponent), self.decided)
+
+
+def half_spacing(magnitude: Tensor, mantissa_bits: int, min_exponent: int = -126) -> Tensor:
+    """Half the distance between neighbours of a format at a magnitude: the most that rounding to nearest moves it."""
+    exponent = torch.frexp(magnitude).exponent.to(torch.int64) - 1
+    exponent = torch.where(magnitude == 0, min_exponent, exponent.clamp(min=min_exponent))
+    return torch.ldexp(torch.ones_like(magnitude), exponent - mantissa_bits - 1)
+
+
+def product(arithmetic: Arithmetic, *factors: Enclosure) -> Enclosure:
+    """The product in any order, every operation rounded."""
+    value, reach, wide, decided = factors[0].value, factors[0].reach, factors[0].reach.clamp(min=1.0), factors[0].decided
+    for factor in factors[1:]:
+        value, reach = value * factor.value, reach * factor.reach
+        wide, decided = wide * factor.reach.clamp(min=1.0), decided & factor.decided
+    operations = len(factors) - 1
+    error = (reach - value.abs()) + ((1 + arithmetic.unit) ** operations - 1) * reach + operations * 2.0**-149 * wide
+    nan = torch.isnan(value)
+    return Enclosure(value, torch.where(nan, 0.0, error), (decided & (wide < FLOAT32_MAX)) | (nan & decided))
+
+
+def row_sum(terms: Enclosure, unit: float = 2.0**-24, dim: int = 1) -> Enclosure:
+    """The sum over a dimension in any order."""
+    n = max(terms.value.shape[dim], 1)
+    reach = terms.reach.sum(dim)
+    growth = (n - 1) * unit / (1 - (n - 1) * unit)
+    value = terms.value.sum(dim)
+    # float64 itself loses a little in a long sum, and partial sums may leave the range of float32.
+    error = terms.error.sum(dim) + growth * reach + n * 2.0**-52 * reach
+    nan = torch.isnan(value)
+    return Enclosure(value, torch.where(nan, 0.0, error), terms.decided.all(dim) & (nan | (reach < FLOAT32_MAX)))
+
+
+def largest(values: Enclosure, experts: Experts) -> Enclosure:
+    """The amax of each expert's rows; 0 for an expert without rows. Its ends are not equally far from its value."""
+    low, high, decided = [], [], []
+    for start, count in zip(experts.starts, experts.counts, strict=True):
+        rows = slice(start, start + count)
+        magnitude, error = values.value[rows].abs(), values.error[rows]
+        zero = torch.zeros((), dtype=torch.float64)
+        low.append((magnitude - error).clamp(min=0.0).amax() if magnitude.numel() else zero)
+        high.append((magnitude + error).amax() if magnitude.numel() else zero)
+        decided.append(values.decided[rows].all())
+    lower, upper = torch.stack(low), torch.stack(high)
+    return Enclosure((lower + upper) / 2, (upper - lower) / 2, torch.stack(decided))
+
+
+def accumulation_factor(model: str, k: int, restart: int = 0) -> float:
+    """How far a tensor-core sum over K can be from the exact one, over the sum of the products' magnitudes.
+
+    From the accumulation's definition alone, for every input whose sums stay above the format's end: a group truncates
+    its products and the accumulator at 2^-F of the largest of them, then its sum at 2^(1 - p); none of them exceeds the
+    sum of magnitudes. A chain over K has a group for every `group` values; `restart` begins a new one, and the chains'
+    results are added in float32. `tensor_core.accumulation_bound` is the bound of given operands and much smaller.
+    """
+    row = find_model(model)
+    if k < 0 or restart < 0 or restart % row.group:
+        raise BoundError(f"k = {k}, restart = {restart}: expected k >= 0 and a multiple of {row.group}")
+    relative = {"rz_f32": 2.0**-23, "rz_e8m13": 2.0**-13, "rne_f16": 2.0**-11}[row.rounding]
+    of_group = (row.group // row.exact_run + 1) * 2.0**-row.fraction_bits + relative
+    groups = -(-min(k, restart or k) // row.group)
+    chains = -(-k // restart) if restart and k else 1
+    return (1 + of_group) ** groups * (1 + 2.0**-24) ** (chains - 1) - 1
+
+
+def _name(activation: Activation) -> str:
+    """The table's name of a unary activation. BoundError: it has parameters that were not measured."""
+    if activation == Sigmoid():
+        return "sigmoid"
+    for name, known in UNARY_ACTIVATIONS.items():
+        if known == activation:
+            return name
+    raise BoundError(f"{activation!r} has parameters whose errors are not measured")
+
+
+def _apply(name: str, x: Tensor, arithmetic: Arithmetic) -> Enclosure:
+    """A measured function of bfloat16 values, each a float32 or rounded to the intermediate type."""
+    try:
+        measured = error_of(name, arithmetic.functions)
+    except KeyError:
+        raise BoundError(
+            f"functions = {arithmetic.functions!r}: no bound of {name} under them is derived; it has "
+            f"{', '.join(kind for kind in KINDS if _has(name, kind))}"
+        ) from None
+    function, wide = FUNCTIONS[name], x.double()
+    value = function.oracle(wide)
+    error = torch.where(torch.isfinite(value), measured.bound(value, function.weight(wide)), 0.0)
+    result = Enclosure(value, error, ~torch.isinf(wide) & ~torch.isinf(value))
+    return result.rounded(arithmetic.unit - 2.0**-24) if arithmetic.intermediate == "bfloat16" else result
+
+
+def _has(name: str, kind: str) -> bool:
+    try:
+        error_of(name, kind)
+    except KeyError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A gated activation as a product: activated(gate) * linear(up), and the derivatives where those were asked for."""
+
+    activated: Enclosure
+    linear: Enclosure
+    slope: Enclosure | None = None
+    linear_slope: Enclosure | None = None
+
+
+def _parts(activation: Activation, gate: Tensor, up: Tensor, arithmetic: Arithmetic, slopes: bool) -> _Parts:
+    def apply(name: str, x: Tensor) -> Enclosure:
+        return _apply(name, x, arithmetic)
+
+    match activation:
+        case Gated(activation=unary):
+            name = _name(unary)
+            return _Parts(apply(name, gate), Enclosure.exact(up), apply(f"{name}'", gate) if slopes else None)
+        case ClampedSwiglu(limit=limit, alpha=alpha, offset=offset):
+            bound = math.inf if limit is None else float32(limit)
+            if alpha not in (1.0, UNARY_ACTIVATIONS["qgelu"].alpha if isinstance(UNARY_ACTIVATIONS["qgelu"], QuickGelu) else 1.0):
+                raise BoundError(f"{activation!r}: errors of alpha = {alpha} are not measured")
+            name = "silu" if alpha == 1.0 else "qgelu"
+            clamped = gate.clamp(max=bound)
+            linear = Enclosure.exact(up.clamp(-bound, bound))
+            if offset:
+                linear = Enclosure(linear.value + float32(offset), linear.error, linear.decided).rounded(arithmetic.unit)
+            slope = apply(f"{name}'", clamped).where(~(gate > bound)) if slopes else None
+            inside = Enclosure.exact(torch.ones_like(up)).where(~(up.abs() > bound)) if slopes else None
+            return _Parts(apply(name, clamped), linear, slope, inside)
+        case StepSwiglu(limit=limit):
+            bound = math.inf if limit is None else float32(limit)
+            activated = apply("silu", gate)
+            above = activated.value > bound
+            # Near the limit either side of the clamp, and of its mask, may be right.
+            near = (activated.value - bound).abs() <= activated.error
+            clamped_value = Enclosure(activated.value.clamp(max=bound), activated.error, activated.decided)
+            slope = None
+            inside = None
+            if slopes:
+                slope = apply("silu'", gate).where(~above)
+                slope = Enclosure(slope.value, slope.error, slope.decided & ~near)
+                inside = Enclosure.exact(torch.ones_like(up)).where(~(up.abs() > bound))
+            return _Parts(clamped_value, Enclosure.exact(up.clamp(-bound, bound)), slope, inside)
+        case SituGlu() if activation == SituGlu():
+            names = ("situ_gate'", "situ_up'")
+            derivatives = [apply(name, x) for name, x in zip(names, (gate, up), strict=True)] if slopes else [None, None]
+            return _Parts(apply("situ_gate", gate), apply("situ_up", up), derivatives[0], derivatives[1])
+    raise BoundError(f"{activation!r} has parameters whose errors are not measured")
+
+
+def _wide(case_tensors: Mapping[str, Tensor], name: str, experts: Experts) -> Tensor:
+    x = case_tensors[name]
+    valid = experts.valid_rows(x.device)
+    return torch.where(valid.view(-1, *[1] * (x.dim() - 1)), x.float(), 0.0)
+
+
+def _prob(tensors: Mapping[str, Tensor], experts: Experts) -> list[Enclosure]:
+    if tensors.get("prob") is None:
+        return []
+    return [Enclosure.exact(_wide(tensors, "prob", experts).unsqueeze(1))]
+
+
+def forward(
+    activation: Activation, tensors: Mapping[str, Tensor], experts: Experts, layout: str, arithmetic: Arithmetic
+) -> Enclosure:
+    """activation(gate, up) times prob before it is rounded or quantised, [capacity, hidden]; 0 in rows without owner.
+
+    tensors: of a case of an activation path, without bias. BoundError: the arithmetic does not reach the activation.
+    """
+    probabilities = _prob(tensors, experts)
+    if isinstance(activation, UnaryActivation):
+        factors = [_apply(_name(activation), _wide(tensors, "x", experts), arithmetic)]
+    else:
+        gate, up = elementwise.split_gate_up(_wide(tensors, "gate_up", experts), layout)
+        parts = _parts(activation, gate, up, arithmetic, slopes=False)
+        factors = [parts.activated, parts.linear]
+    return product(arithmetic, *factors, *probabilities)
+
+
+def backward(
+    activation: Activation, tensors: Mapping[str, Tensor], experts: Experts, layout: str, arithmetic: Arithmetic
+) -> tuple[Enclosure, Enclosure]:
+    """(the gradient of the inputs before it is rounded or quantised, dprob [capacity]); arguments as for `forward`."""
+    grad = Enclosure.exact(_wide(tensors, "grad", experts))
+    incoming = [grad, *_prob(tensors, experts)]
+    if isinstance(activation, UnaryActivation):
+        name, x = _name(activation), _wide(tensors, "x", experts)
+        values = [_apply(name, x, arithmetic)]
+        slope = _apply(f"{name}'", x, arithmetic)
+        gradient = _masked(product(arithmetic, *incoming, slope), slope)
+    else:
+        gate, up = elementwise.split_gate_up(_wide(tensors, "gate_up", experts), layout)
+        parts = _parts(activation, gate, up, arithmetic, slopes=True)
+        assert parts.slope is not None
+        values = [parts.activated, parts.linear]
+        dgate = _masked(product(arithmetic, *incoming, parts.linear, parts.slope), parts.slope)
+        extra = [] if parts.linear_slope is None else [parts.linear_slope]
+        dup = product(arithmetic, *incoming, parts.activated, *extra)
+        if parts.linear_slope is not None:
+            dup = _masked(dup, parts.linear_slope)
+        joined = [
+            elementwise.join_gate_up(a, b, layout)
+            for a, b in ((dgate.value, dup.value), (dgate.error, dup.error), (dgate.decided, dup.decided))
+        ]
+        gradient = Enclosure(*joined)
+    return gradient, row_sum(product(arithmetic, grad, *values))
+
+
+def _masked(gradient: Enclosure, slope: Enclosure) -> Enclosure:
+    """Exactly 0 where the slope is exactly 0, whatever is multiplied by it: a masked gradient is selected."""
+    return gradient.where(~((slope.value == 0) & (slope.error == 0) & slope.decided))
