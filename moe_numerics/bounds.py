@@ -34,7 +34,7 @@ from moe_numerics.reference.exact_math import float32
 from moe_numerics.reference.gated_activations import ClampedSwiglu, Gated, SituGlu, StepSwiglu
 from moe_numerics.reference.ragged import Experts
 from moe_numerics.reference.tensor_core import find_model
-from moe_numerics.reference.unary_activations import QuickGelu, Sigmoid, Silu, UnaryActivation
+from moe_numerics.reference.unary_activations import QuickGelu, Sigmoid, UnaryActivation
 
 __all__ = [
     "Arithmetic",
@@ -110,8 +110,10 @@ class Enclosure:
         return Enclosure(self.value, self.error + unit * self.reach + 2.0**-149, self.decided)
 
     def converted(self, mantissa_bits: int, min_exponent: int = -126) -> Enclosure:
-        """After rounding to a format, to nearest."""
-        return Enclosure(self.value, self.error + half_spacing(self.reach, mantissa_bits, min_exponent), self.decided)
+        """After rounding to a format with the exponents of float32, to nearest; not decided where that may give Inf."""
+        error = self.error + half_spacing(self.reach, mantissa_bits, min_exponent)
+        inside = ~(self.reach >= (2 - 2.0 ** -(mantissa_bits + 1)) * 2.0**127)
+        return Enclosure(self.value, error, self.decided & inside)
 
 
 def half_spacing(magnitude: Tensor, mantissa_bits: int, min_exponent: int = -126) -> Tensor:
@@ -231,9 +233,7 @@ def _parts(activation: Activation, gate: Tensor, up: Tensor, arithmetic: Arithme
             return _Parts(apply(name, gate), Enclosure.exact(up), apply(f"{name}'", gate) if slopes else None)
         case ClampedSwiglu(limit=limit, alpha=alpha, offset=offset):
             bound = math.inf if limit is None else float32(limit)
-            if alpha not in (1.0, UNARY_ACTIVATIONS["qgelu"].alpha if isinstance(UNARY_ACTIVATIONS["qgelu"], QuickGelu) else 1.0):
-                raise BoundError(f"{activation!r}: errors of alpha = {alpha} are not measured")
-            name = "silu" if alpha == 1.0 else "qgelu"
+            name = "silu" if alpha == 1.0 else _name(QuickGelu(alpha))
             clamped = gate.clamp(max=bound)
             linear = Enclosure.exact(up.clamp(-bound, bound))
             if offset:

@@ -17,6 +17,8 @@ from typing import Any, overload
 
 import torch
 
+from moe_numerics.bounded import compare_bounded
+from moe_numerics.bounds import Arithmetic
 from moe_numerics.cases import Case
 from moe_numerics.compare import CompareError
 from moe_numerics.contract import CHOICES, Contract
@@ -150,7 +152,12 @@ class Checked(Sequence[Finding]):
             if finding.unchecked == finding.elements and finding.elements:
                 lines.append(line + f"not checked, {finding.reason}")
                 continue
-            lines.append(line + f"{finding.bit_equal:,} of {finding.elements:,} bit-equal")
+            line += f"{finding.bit_equal:,} of {finding.elements:,} bit-equal"
+            if finding.explained:
+                line += f", {finding.explained:,} explained"
+            if finding.sharpness is not None:
+                line += f", largest error {finding.sharpness:.3g} of its bound"
+            lines.append(line)
             first = finding.first_mismatch
             if first is not None:
                 where = ", ".join(f"{name} {value}" for name, value in first["coordinates"].items())
@@ -254,16 +261,20 @@ def check(
     path: str | None = None,
     cases: Any = None,
     contract: Contract | None = None,
+    arithmetic: Arithmetic | None = None,
 ) -> Checked:
-    """Compare a callable with a path's reference over cases, bit by bit.
+    """Compare a callable with a path's reference over cases, bit by bit or within derived bounds.
 
     kernel: decorated with `@moe_numerics.kernel`, or, with `path`, taking and returning (as a mapping) the path's own
     names. cases: one Case, several, a number of drawn ones (20 without it), or a Hypothesis strategy of cases.
-    contract: instead of that of the binding's profile. Only rows that experts own are compared: what a kernel leaves
+    contract: instead of that of the binding's profile. arithmetic: how the kernel computes between inputs and outputs;
+    with it the grade is bounded: a bit that differs is explained where the bounds derived for that arithmetic, and for
+    codes and scales one set of values inside them, allow what was written (see `bounds`). Only rows that experts own are compared: what a kernel leaves
     in padding rows of its results is its own affair.
 
     KernelError: the callable raises, returns another number, shape, dtype or device of tensors, or writes into its
-    inputs. PathError and CaseError: the arguments do not fit.
+    inputs. BoundError: no bounds are derived for the path under this arithmetic. PathError and CaseError: the arguments
+    do not fit.
     """
     bound = binding(kernel, path)
     found = find_path(bound.path)
@@ -276,7 +287,7 @@ def check(
     for case in all_cases:
         tensors = case.tensors(found.inputs, bound.device)
         got = {name: tensor.cpu() for name, tensor in bound.call(kernel, tensors).items()}
-        findings = _compare(kernel, found, case, chosen, got)
+        findings = _compare(kernel, found, case, chosen, got, arithmetic)
         for finding in findings:
             per_output.setdefault(finding.output, []).append(finding)
         if failing is None and not all(finding.passed for finding in findings):
@@ -288,12 +299,19 @@ def check(
 
 
 def _compare(
-    kernel: Callable[..., Any], path: Path, case: Case, contract: Contract, got: Mapping[str, torch.Tensor]
+    kernel: Callable[..., Any],
+    path: Path,
+    case: Case,
+    contract: Contract,
+    got: Mapping[str, torch.Tensor],
+    arithmetic: Arithmetic | None,
 ) -> tuple[Finding, ...]:
     present = {spec.name for spec in path.outputs_of(case)}
     try:
         expected = expected_outputs(path, case, contract)
         results = {name: value for name, value in got.items() if name in present}
+        if arithmetic is not None:
+            return compare_bounded(path, case, expected, results, contract, arithmetic)
         return compare_outputs(path, case, expected, results, filled=False)
     except CompareError as error:
         raise KernelError(f"{_name(kernel)}: {error}") from error

@@ -146,7 +146,7 @@ def test_a_bias_that_does_not_fit_is_refused(way: str, change: Any, message: str
 
 
 def test_a_case_gives_each_expert_a_bias_of_its_own() -> None:
-    """The bias of an expert stays when tokens go, and a case without rows has one; edits, which are of tokens, do not."""
+    """The bias of an expert stays when tokens go, and a case without rows has one; edits, of tokens, are refused."""
     spec = next(spec for spec in find_path(BACKWARD).inputs if spec.kind == "bias")
     case = example()
     bias = case.bits(spec)

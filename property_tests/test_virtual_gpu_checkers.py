@@ -3,8 +3,10 @@
 Faults this catches: a checker that is blind, one that names the wrong line, and one that cries wolf.
 """
 
+# ruff: noqa: E501  (PTX in tables)
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import pytest
@@ -158,15 +160,13 @@ def test_planted_fault_is_reported_at_its_line(fault: Planted, schedule: str | i
                 run(gpu, text, fault.threads, fault.blocks)
             findings = [caught.value.finding]
         else:
-            try:
+            with contextlib.suppress(VirtualGPUError):
                 run(gpu, text, fault.threads, fault.blocks)
-            except VirtualGPUError as stop:
-                # Another order of warps may turn the race into a read of memory nobody wrote yet.
-                assert schedule != "fast"
-                assert stop.finding.kind == "uninitialised"
-                return
             findings = gpu.findings
     kinds = [f.kind for f in findings]
+    if not fault.error and schedule != "fast" and kinds == ["uninitialised"]:
+        # Another order of warps turns the race into a read of memory that nobody wrote yet.
+        return
     assert fault.kind in kinds, kinds
     found = findings[kinds.index(fault.kind)]
     lines = text.split("\n")

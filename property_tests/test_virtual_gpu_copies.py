@@ -1,9 +1,10 @@
 """Tensor copies of the virtual GPU move exactly the bytes that the tensor map says.
 
-Faults this catches: a wrong stride, box order, swizzle, fill value or clipping, and a copy that signals the wrong number
-of bytes. Expectations walk over the box element by element.
+Faults this catches: a wrong stride, box order, swizzle, fill value or clipping, and a copy that signals the wrong
+number of bytes. Expectations walk over the box element by element.
 """
 
+# ruff: noqa: E501  (PTX text)
 from __future__ import annotations
 
 import itertools
@@ -235,7 +236,7 @@ WAIT:
     barrier.cluster.wait.aligned;
     ret;
 }
-"""  # noqa: E501
+"""
 
 
 @pytest.mark.parametrize("schedule", ["fast", 1, 2, 3, 4])

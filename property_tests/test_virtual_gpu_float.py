@@ -320,7 +320,8 @@ def cases() -> Iterator[Case]:
         yield f"cvt.{mode}.u32.f32", "u32", ("f32",), integral(mode, 0, 2**32 - 1)
         yield f"cvt.{mode}.s64.f32", "s64", ("f32",), integral(mode, -(2**63), 2**63 - 1)
     for mode in ("rn", "rz", "rm", "rp"):
-        for source, low, high in (("s32", -(2**31), 2**31), ("u32", 0, 2**32), ("s64", -(2**63), 2**63), ("u64", 0, 2**64)):
+        ranges = (("s32", -(2**31), 2**31), ("u32", 0, 2**32), ("s64", -(2**63), 2**63), ("u64", 0, 2**64))
+        for source, low, high in ranges:
             size = high - low
 
             def convert(x: int, n: int = size, lowest: int = low, m: str = mode) -> int:

@@ -41,7 +41,9 @@ def _scale_kernel(x: cute.Tensor, y: cute.Tensor, factor: cutlass.Float32) -> No
 
 
 @cute.jit
-def _scale(x: cute.Tensor, y: cute.Tensor, factor: cutlass.Float32, twice: cutlass.Boolean, stream: cuda.CUstream) -> None:
+def _scale(
+    x: cute.Tensor, y: cute.Tensor, factor: cutlass.Float32, twice: cutlass.Boolean, stream: cuda.CUstream
+) -> None:
     grid = (cute.ceil_div(x.shape[0], 128), 1, 1)
     _scale_kernel(x, y, factor).launch(grid=grid, block=(128, 1, 1), stream=stream)
     if twice:

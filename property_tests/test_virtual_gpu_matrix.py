@@ -1,7 +1,7 @@
 """wgmma, mma.sync, tcgen05.mma and the matrix moves address memory and registers as the PTX ISA says.
 
-The arithmetic is the reference's; what is tested here is which element of which operand goes where. Faults this catches:
-a wrong fragment, descriptor field, swizzle, transposition, negation or scale.
+The arithmetic is the reference's; what is tested here is which element of which operand goes where. Faults this
+catches: a wrong fragment, descriptor field, swizzle, transposition, negation or scale.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from moe_numerics.reference import tensor_core
+
 from moe_numerics.virtual_gpu import virtual_gpu
 
 Bytes = npt.NDArray[np.uint8]
@@ -90,7 +90,8 @@ def lay_out(
                     else:
                         at = mn // width * leading + mn % width + k % 8 * width + k // 8 * stride
                     image[swizzled(base + at, mode) - START] = matrix[r, k * element + b]
-    return base >> 4 | (leading >> 4) << 16 | (stride >> 4) << 32 | modes[mode] << (64 - (2 if modes is WGMMA_MODE else 3)) | fixed
+    top = 62 if modes is WGMMA_MODE else 61
+    return base >> 4 | (leading >> 4) << 16 | (stride >> 4) << 32 | modes[mode] << top | fixed
 
 
 def values(rng: np.random.Generator, kind: str, rows: int, depth: int) -> tuple[torch.Tensor, Bytes]:
@@ -370,7 +371,8 @@ def test_tcgen05_multiplies_what_its_descriptors_name(
     # The kernel's static variables come first: dynamic shared memory begins at 2048.
     shift = 1024
     a_bits = lay_out(image, a_bytes, START, mode_a, transposed[0], element, TCGEN05_MODE, 1 << 46) + (shift >> 4)
-    b_bits = lay_out(image, b_bytes, START + 16384, mode_b, transposed[1], element, TCGEN05_MODE, 1 << 46) + (shift >> 4)
+    b_bits = lay_out(image, b_bytes, START + 16384, mode_b, transposed[1], element, TCGEN05_MODE, 1 << 46)
+    b_bits += shift >> 4
     name, code = PLAIN[kind]
     bits = (
         1 << 4 | code << 7 | code << 10 | negate[0] << 13 | negate[1] << 14 | transposed[0] << 15 | transposed[1] << 16

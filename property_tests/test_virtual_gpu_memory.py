@@ -147,7 +147,9 @@ INTEGER = {
     values=WORDS,
     schedule=SCHEDULES,
 )
-def test_atomics_are_some_order_of_all_threads(op: str, index: list[int], values: list[int], schedule: str | int) -> None:
+def test_atomics_are_some_order_of_all_threads(
+    op: str, index: list[int], values: list[int], schedule: str | int
+) -> None:
     """Fault: an update is lost, or a thread gets a value that no order of the threads gives it."""
     cells = torch.full((4,), 7, dtype=torch.int32)
     old = torch.zeros(64, dtype=torch.int32)

@@ -52,7 +52,7 @@ class TensorRaces(Order):
             c = int(columns[np.flatnonzero(bad)[0]])
             self._add(
                 w, ("tensor", w.line),
-                f"column {c} of tensor memory is read, but no wait for a commit orders it after the product that writes it",
+                f"column {c} of tensor memory is read, but no wait orders it after the product that writes it",
                 thread, c,
             )  # fmt: skip
         reads[block, columns, int(self.column(np.array([thread]))[0])] = self.now
