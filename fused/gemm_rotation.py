@@ -28,12 +28,13 @@ def _row_signs(rotation: Rotation, half: int, lane: Int32) -> Uint32:
 
 
 def largest_rotated(
-    rotation: Rotation, quantizer: Any, columns: Sequence[tuple[Float32, Float32]], lane: Int32
+    rotation: Rotation | None, quantizer: Any, columns: Sequence[tuple[Float32, Float32]], lane: Int32
 ) -> Float32:
     """Largest magnitude of rotated columns, of which a thread has two rows each (zeros where invalid).
 
     The values are rounded to bfloat16 first.
     """
+    assert rotation is not None
     signs = None if rotation.signs is None else [_row_signs(rotation, half, lane) for half in range(2)]
     uppers = [(lane & distance).to(Uint32) << (31 - bit) for bit, distance in ((2, 4), (3, 8), (4, 16))]
     largest = Float32(0.0)

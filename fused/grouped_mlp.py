@@ -102,9 +102,10 @@ class _Choices:
 
     @property
     def sink(self) -> Sink:
+        dense = self.alignment % BLOCK == 0
         if self.element is None:
-            return Sink(Bfloat16(self.contract.nan_policy == "propagate"), self.alignment % BLOCK == 0)
-        return Sink(Mxfp8.of(self.element, self.contract), self.alignment % BLOCK == 0)
+            return Sink(Bfloat16(self.contract.nan_policy == "propagate"), dense_scale_rows=dense)
+        return Sink(Mxfp8.of(self.element, self.contract), dense_scale_rows=dense)
 
     @property
     def staged(self) -> bool:

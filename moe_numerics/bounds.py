@@ -165,9 +165,11 @@ def accumulation_factor(model: str, k: int, restart: int = 0) -> float:
     """How far a tensor-core sum over K can be from the exact one, over the sum of the products' magnitudes.
 
     From the accumulation's definition alone, for every input whose sums stay above the format's end: a group truncates
-    its products and the accumulator at 2^-F of the largest of them, then its sum at 2^(1 - p); none of them exceeds the
-    sum of magnitudes. A chain over K has a group for every `group` values; `restart` begins a new one, and the chains'
-    results are added in float32. `tensor_core.accumulation_bound` is the bound of given operands and much smaller.
+    its products and the accumulator at 2^-F of the largest of them, then its sum at 2^(1 - p). Truncation makes nothing
+    larger, so none of them exceeds the sum of magnitudes, and the groups' errors add up; where sums are rounded to
+    nearest, as to float16, they may grow. A chain over K has a group for every `group` values; `restart` begins a new
+    one, and the chains' results are added in float32. A factor near 1 says nothing about the result:
+    `tensor_core.accumulation_bound` is the bound of given operands and much smaller.
     """
     row = find_model(model)
     if k < 0 or restart < 0 or restart % row.group:
@@ -176,7 +178,8 @@ def accumulation_factor(model: str, k: int, restart: int = 0) -> float:
     of_group = (row.group // row.exact_run + 1) * 2.0**-row.fraction_bits + relative
     groups = -(-min(k, restart or k) // row.group)
     chains = -(-k // restart) if restart and k else 1
-    return (1 + of_group) ** groups * (1 + 2.0**-24) ** (chains - 1) - 1
+    of_chain = (1 + of_group) ** groups - 1 if row.rounding == "rne_f16" else groups * of_group
+    return (1 + of_chain) * (1 + 2.0**-24) ** (chains - 1) - 1
 
 
 def _name(activation: Activation) -> str:

@@ -295,7 +295,8 @@ def check(
     merged = tuple(merge(findings) for findings in per_output.values())
     if failing is None:
         return Checked(found.id, len(all_cases), merged)
-    return Checked(found.id, len(all_cases), merged, failing[0], _nearest(found, *failing, chosen))
+    nearest = _nearest(found, *failing, chosen) if arithmetic is None else ""
+    return Checked(found.id, len(all_cases), merged, failing[0], nearest)
 
 
 def _compare(

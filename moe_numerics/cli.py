@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from moe_numerics.bisecting import Stage
     from moe_numerics.findings import Finding
     from moe_numerics.report.model import PathResult, Report
 
@@ -36,6 +37,7 @@ DeviceOption = Annotated[
 
 def main() -> None:
     """Run the command line; errors of the user's input end with one line and exit code 2."""
+    from moe_numerics.bounds import BoundError
     from moe_numerics.cases import CaseError
     from moe_numerics.devices import DeviceError
     from moe_numerics.paths import PathError
@@ -43,7 +45,7 @@ def main() -> None:
 
     try:
         app()
-    except (CaseError, DeviceError, PathError, ReportError) as error:
+    except (BoundError, CaseError, DeviceError, PathError, ReportError) as error:
         _refuse(str(error))
 
 
@@ -183,10 +185,14 @@ def list_paths(
 def run(
     case_file: Annotated[FilePath, typer.Argument(metavar="CASE.json", help="A case that verify wrote.")],
     device: Annotated[str | None, typer.Option("--device", help="Device to run it on.")] = None,
+    by_stage: Annotated[
+        bool, typer.Option("--bisect", help="Judge each stage on what the kernel gave it, and name the first wrong one.")
+    ] = False,
 ) -> None:
     """Reproduce one case and print every output's finding."""
+    from moe_numerics.bisecting import bisect
     from moe_numerics.cases import Case
-    from moe_numerics.devices import DeviceError, DeviceLost, default_devices, open_device
+    from moe_numerics.devices import DeviceError, DeviceLost, KernelFault, default_devices, open_device
     from moe_numerics.paths import find_path
     from moe_numerics.running import run_case
 
@@ -198,7 +204,13 @@ def run(
     _console.print(f"{path.id} on {opened.name}, profile {case.profile}\n{case.describe()}", markup=False)
     try:
         with opened.activate():
+            if by_stage:
+                stages = bisect(path, case, contract, opened.run(path, case, contract).outputs)
+                raise SystemExit(_print_stages(stages))
             result = run_case(path, case, contract, opened)
+    except KernelFault as fault:
+        _console.print(f"fault: {fault}", markup=False)
+        raise SystemExit(1) from None
     except DeviceError as error:
         print(f"moe-numerics: could not run: {error}", file=sys.stderr)
         raise SystemExit(EXIT_LOST if isinstance(error, DeviceLost) else 3) from None
@@ -207,6 +219,19 @@ def run(
     for finding in result.findings:
         _console.print(_finding_line(finding), markup=False)
     raise SystemExit(0 if result.passed else 1)
+
+
+def _print_stages(stages: tuple[Stage, ...]) -> int:
+    from moe_numerics.bisecting import first_wrong
+
+    wrong = first_wrong(stages)
+    for stage in stages:
+        _console.print(f"{stage.name}: {'right' if stage.passed else 'wrong'} for what it was given", markup=False)
+        for finding in stage.findings if stage is wrong else ():
+            _console.print(f"  {_finding_line(finding)}", markup=False)
+    verdict = "nothing unexplained" if wrong is None else f"first wrong stage: {wrong.name}"
+    _console.print(verdict, style="bold", markup=False)
+    return 0 if wrong is None else 1
 
 
 def _finding_line(finding: Finding) -> str:
@@ -235,6 +260,25 @@ def diff(
     from moe_numerics.report.json_report import load
 
     print(render(diff_reports(load(old), load(new))))
+
+
+@app.command()
+def tolerance(
+    path: Annotated[str, typer.Argument(help="Id of a path.")],
+    k: Annotated[int, typer.Option("--k", min=1, help="Length of the sums: K of a GEMM, columns of dprob.")] = 8192,
+    form: Annotated[str, typer.Option("--format", help="json or pytest.")] = "json",
+    functions: Annotated[str, typer.Option(help="How activations are computed: exact, library or fast.")] = "library",
+    intermediate: Annotated[str, typer.Option(help="Type of intermediate values: float32 or bfloat16.")] = "float32",
+) -> None:
+    """Print the bounds derived for a path, beside what tests of other projects allow."""
+    from moe_numerics.bounds import Arithmetic
+    from moe_numerics.paths import find_path
+    from moe_numerics.tolerances import as_json, as_pytest
+
+    writers = {"json": as_json, "pytest": as_pytest}
+    if form not in writers:
+        _refuse(f"--format {form} is unknown: expected {' or '.join(writers)}")
+    print(writers[form](find_path(path), k, Arithmetic(functions, intermediate)))
 
 
 @app.command()
@@ -286,3 +330,56 @@ def exhaustive(
         data = {"device": opened.name, "sweeps": [dataclasses.asdict(sweep) for sweep in found]}
         write_files(out.parent, {out.name: json.dumps(data, indent=1) + "\n"})
     raise SystemExit(0 if all(sweep.bit_equal == sweep.inputs for sweep in found) else 1)
+
+
+@app.command()
+def audit(
+    target: Annotated[str, typer.Argument(help="A path id, MODULE:FUNCTION that gives compiled PTX, or a PTX file.")],
+    device: Annotated[str, typer.Option("--device", help="Virtual GPU to compile for.")] = "virtual:sm_90a",
+    profile: Annotated[str, typer.Option(help="Contract of a path.")] = "suite",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the notes as JSON.")] = False,
+) -> None:
+    """Say what of a kernel's numerics its PTX approximates, flushes, rounds or leaves open, with line numbers."""
+    from moe_numerics.audit import AuditError, audit_target, render
+    from moe_numerics.devices import VirtualDevice, open_device
+    from moe_numerics.virtual_gpu import VirtualGPUError
+
+    opened = open_device(device)
+    if not isinstance(opened, VirtualDevice):
+        _refuse(f"--device {device}: expected virtual:sm_90a or virtual:sm_100a, whose PTX is then audited")
+    try:
+        audits = audit_target(target, opened.target, profile)
+    except (AuditError, VirtualGPUError) as error:
+        _refuse(str(error))
+    if as_json:
+        print(json.dumps([each.to_json() for each in audits], indent=1))
+        return
+    for each in audits:
+        print(render(each))
+
+
+@app.command()
+def silicon(
+    device: Annotated[str | None, typer.Option("--device", help="CUDA device; without one, results are replayed.")] = None,
+    out: Annotated[
+        FilePath | None, typer.Option(help="Folder for the report, the evidence and the vectors to keep.")
+    ] = None,
+    vectors: Annotated[FilePath | None, typer.Option(help="Folder of captured results to replay.")] = None,
+    elements: Annotated[int, typer.Option(min=128, help="Elements of each instruction, a multiple of 128.")] = 32768,
+    sweeps: Annotated[bool, typer.Option(help="Also sweep the approximations over all 2^32 inputs.")] = True,
+) -> None:
+    """Compare every instruction form of the virtual GPU with a real one; without a GPU, with what one gave before."""
+    from moe_numerics.devices import default_devices
+    from moe_numerics.silicon_report import capture_all, replay_all, summary
+
+    if elements % 128:
+        _refuse(f"--elements {elements} is not a multiple of 128")
+    name = device or default_devices()[0]
+    if name.startswith("cuda"):
+        found = capture_all(name, elements, sweeps, out, lambda line: _console.print(line, markup=False, soft_wrap=True))
+    else:
+        if out is not None:
+            _refuse("--out needs a CUDA device: without one, captured results are only replayed")
+        found = replay_all(vectors, lambda line: _console.print(line, markup=False, soft_wrap=True))
+    _console.print(summary(found), markup=False, soft_wrap=True)
+    raise SystemExit(0 if found.equal else 1)

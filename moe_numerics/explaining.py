@@ -77,7 +77,7 @@ def _bisect(low: Tensor, high: Tensor, reached: Callable[[Tensor], Tensor]) -> T
 
 
 def preimages(codes: Tensor, scales: Tensor, element: FloatFormat, contract: Contract) -> tuple[Tensor, Tensor]:
-    """Keys of the first and the last float32 that quantise to each code under each E8M0 scale; empty for a NaN code.
+    """Keys of the first and the last finite float32 that quantise to each code under each E8M0 scale; empty for a NaN code.
 
     codes, scales: uint8 of one shape.
     """
@@ -93,8 +93,9 @@ def preimages(codes: Tensor, scales: Tensor, element: FloatFormat, contract: Con
     def at(key: Tensor) -> Tensor:
         return order(element.encode(_staged(_value(key), contract) * factor))
 
-    infinity = _key(torch.tensor([float("inf"), float("-inf")]))
-    low, high = infinity[1].expand_as(pairs), infinity[0].expand_as(pairs)
+    # An Inf is never decided, and under a multiplier of 0 it gives NaN, which has no order.
+    largest = torch.full_like(pairs, INF_BITS - 1)
+    low, high = -1 - largest, largest
     target = order(wanted)
     first = _bisect(low, high, lambda key: at(key) >= target)
     last = _bisect(low, high, lambda key: at(key) > target) - 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -42,10 +42,11 @@ __all__ = [
 ARCH = "sm_90a"
 KEPT = 256
 """Elements of a probe that are kept."""
-SAMPLE = 512
+SAMPLE = 128
 """Words of a scene's output that are kept; the hash covers all."""
 SCHEMA = 1
 
+# In a checkout, and in an editable install of one; elsewhere nothing was captured.
 VECTORS = Path(__file__).resolve().parent.parent / "reports" / "silicon" / ARCH
 
 Bytes = npt.NDArray[np.uint8]
@@ -248,7 +249,7 @@ def replay(vectors: Mapping[str, npt.NDArray[Any]], names: Callable[[str], bool]
 
 def save(
     folder: Path, outcomes: Iterable[Outcome], vectors: Mapping[str, npt.NDArray[Any]], environment: Mapping[str, Any],
-    approximations: Iterable[Mapping[str, Any]] = (),
+    sweeps: Sequence[Mapping[str, Any]] = (),
 ) -> None:  # fmt: skip
     """Writes `report.json`, `evidence.json` and `vectors.npz`."""
     from moe_numerics.report.atomic import write_files
@@ -263,7 +264,7 @@ def save(
             "differing": sum(o.differences > 0 for o in listed),
             "not_run": sum(bool(o.error) for o in listed),
         },
-        "approximations": [dict(each) for each in approximations],
+        "sweeps": [dict(each) for each in sweeps],
         "outcomes": [asdict(o) for o in listed],
     }
     good: dict[str, int] = {}
@@ -279,6 +280,7 @@ def save(
         "arch": ARCH,
         **{key: environment[key] for key in ("date", "device", "driver") if key in environment},
         "instructions": {name: good[name] for name in sorted(good) if name not in bad},
+        "swept": {each["instruction"]: each["inputs"] for each in sweeps if each["differences"] == 0},
         "differing": sorted(bad),
     }
     write_files(
@@ -291,10 +293,13 @@ def save(
     np.savez_compressed(folder / "vectors.npz", **dict(vectors))
 
 
-@lru_cache(maxsize=4)
 def load_evidence(folder: Path = VECTORS) -> Mapping[str, Any]:
     """The list of instructions compared on silicon, empty where none was captured."""
-    path = folder / "evidence.json"
+    return _read_evidence(folder / "evidence.json")
+
+
+@lru_cache(maxsize=4)
+def _read_evidence(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         return {"instructions": {}, "differing": []}
     loaded: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))

@@ -216,6 +216,30 @@ def _fragment(name: str) -> Callable[[int, int, int], Bits]:
     return draw
 
 
+def _edge(left: bool) -> Callable[[int, int, int], Bits]:
+    """Factors whose product lies within a few ulp of 2^-126, where flushing and rounding meet."""
+
+    def draw(seed: int, number: int, count: int) -> Bits:
+        r = _stream(seed, 0, count, 16)
+        first = ((r.astype(np.uint32) & np.uint32(0x007FFFFF)) | np.uint32(64 << 23)).view(np.float32)
+        if left:
+            return first.view(np.uint32)
+        second = (np.float64(2.0**-126) / first.astype(np.float64)).astype(np.float32).view(np.uint32)
+        shifted = second + ((r >> np.uint64(40)) % np.uint64(5)).astype(np.uint32) - np.uint32(2)
+        return (shifted | ((r >> np.uint64(32)).astype(np.uint32) & np.uint32(0x80000000))).astype(np.uint32)
+
+    return draw
+
+
+def _f64_edge(seed: int, number: int, count: int) -> Bits:
+    """Doubles within two float32 ulp of 2^-126."""
+    r = _stream(seed, number, count, 17)
+    offset = (r >> np.uint64(8)) % np.uint64(1 << 31)
+    value = np.uint64(0x3810000000000000) + offset - np.uint64(1 << 30)
+    coarse = np.where(r % np.uint64(3) == 0, value & ~np.uint64(0x0FFFFFFF), value)
+    return (coarse | (r & np.uint64(1 << 63))).astype(np.uint64)
+
+
 _MAKERS: dict[str, Callable[[int, int, int], Bits]] = {
     "f32": _f32,
     "f64": _f64,
@@ -226,6 +250,9 @@ _MAKERS: dict[str, Callable[[int, int, int], Bits]] = {
     "bf16x2": _pair("bf16"),
     **{f"{letter}{bits}": _integer(bits) for letter in "bus" for bits in (8, 16, 32, 64)},
     **{f"{letter}{bits}:divisor": _divisor(bits) for letter in "us" for bits in (16, 32, 64)},
+    "f32:edge_left": _edge(True),
+    "f32:edge_right": _edge(False),
+    "f64:edge": _f64_edge,
     "u32:shift": _shift,
     "b32:few": _uniform(5),
     "b64:few": lambda seed, number, count: _uniform(5)(seed, number, count).astype(np.uint64) * np.uint64(0x100000001),

@@ -95,6 +95,14 @@ def _float32() -> Iterator[Probe]:
     two = ("f32",) * 2
     for op in ("add", "sub", "mul"):
         yield from _split(f"{op}.f32", _named(_join([op], _RND, _FTZ, _SAT, [".f32"]), "f32", 2), two)
+    edges = ("f32:edge_left", "f32:edge_right", "f32")
+    edge = _named(_join(["mul"], _ROUNDED, _FTZ, _SAT, [".f32"]), "f32", 2)
+    yield from _split("edge.mul.f32", edge, edges)
+    edge = [
+        Line(f"fma{name} {{d}}, {{a}}, {{b}}, {zero};", ("f32",))
+        for name in _join(_ROUNDED, _FTZ, [".f32"]) for zero in ("0f00000000", "0f80000001")
+    ]  # fmt: skip
+    yield from _split("edge.fma.f32", edge, edges)
     for op in ("fma", "mad"):
         yield from _split(f"{op}.f32", _named(_join([op], _ROUNDED, _FTZ, _SAT, [".f32"]), "f32", 3), ("f32",) * 3)
     yield from _split(
@@ -152,12 +160,14 @@ def _comparisons() -> Iterator[Probe]:
             for cmp, combine in product(("lt", "eq", "ge"), ("and", "or", "xor"))
         ]
         yield from _split(f"setp2.{kind}", both, (kind, kind, "pred"))
-    for kind in ("f32", "f64", "u32", "s16"):
-        tests = floats if kind[0] == "f" else ordered
+    for kind in ("f32", "f64", *_INTS, "b16", "b32", "b64"):
+        tests = {"f": floats, "u": (*ordered, "lo", "ls", "hi", "hs"), "s": ordered, "b": ("eq", "ne")}[kind[0]]
         names = _join(["set."], tests, [f".u32.{kind}", f".f32.{kind}", f".s32.{kind}"])
         for result in ("u32", "f32", "s32"):
             chosen = [n for n in names if f".{result}.{kind}" in n]
             yield from _split(f"set.{result}.{kind}", _named(chosen, result, 2), (kind,) * 2)
+    names = _join(["set."], floats, [".ftz.u32.f32"])
+    yield from _split("set.ftz", _named(names, "u32", 2), ("f32",) * 2)
     combined = _join(["set.lt."], ("and", "or", "xor"), [".u32.f32"])
     yield from _split("set.combined", _named(combined, "u32", 3), ("f32", "f32", "pred"))
     tests = ("finite", "infinite", "number", "notanumber", "normal", "subnormal")
@@ -241,6 +251,7 @@ def _conversions() -> Iterator[Probe]:
             for target, rnd in product(("f16", "bf16", "f32", "f64"), _ROUNDED)
             if not (target == "bf16" and rnd == "")
         ]
+        lines += [Line(f"cvt.{rnd}.sat.f32.{source} {{d}}, {{a}};", ("f32",)) for rnd in ("rn", "rz")]
         yield from _split(f"cvt.float.{source}", lines, (source,))
     for source in ("f32", "f64", "f16", "bf16"):
         lines = [
@@ -261,6 +272,7 @@ def _conversions() -> Iterator[Probe]:
         for name in _join(_ROUNDED, _FTZ if target == "f32" else ("",), _SAT if target == "f32" else ("",), [f".{target}.f64"])
     ]
     yield from _split("cvt.f64", lines, ("f64",))
+    yield from _split("edge.cvt.f64", [line for line in lines if ".f32.f64" in line.text], ("f64:edge",))
     lines = []
     for target in ("f16", "bf16"):
         lines += [

@@ -145,5 +145,6 @@ def products() -> Iterator[Scene]:
         yield _scene(32, a, b, "f16", plain, plain)
         yield _scene(64, a, b, "f16", None, plain)
         yield _scene(32, a, b, "f16", plain, plain, special=True)
-    for columns in (96, 128, 192, 256):
-        yield _scene(columns, "bf16", "bf16", "f32", plain, plain)
+    for columns in range(8, 257, 8):
+        for a, b in (("bf16", "bf16"), ("tf32", "tf32"), ("e4m3", "e4m3")):
+            yield _scene(columns, a, b, "f32", plain, plain)

@@ -77,9 +77,19 @@ def kernel_devices() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*VIRTUAL, *default_devices())))
 
 
+def one_device() -> tuple[str, ...]:
+    """Every device that runs kernels in the thorough profile, the virtual sm_90a in the quick one."""
+    return kernel_devices() if thorough() else VIRTUAL[:1]
+
+
+def another_device() -> tuple[str, ...]:
+    """Every device that runs kernels in the thorough profile, all but the virtual sm_90a in the quick one."""
+    return kernel_devices() if thorough() else tuple(name for name in kernel_devices() if name != VIRTUAL[0])
+
+
 def reference_and_kernels() -> tuple[str, ...]:
-    """ "reference" and one virtual GPU in the quick profile, every device in the thorough one."""
-    return ("reference", *(kernel_devices() if thorough() else VIRTUAL[:1]))
+    """The reference and what `one_device` gives."""
+    return ("reference", *one_device())
 
 
 class ReferenceDevice:

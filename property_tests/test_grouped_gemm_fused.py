@@ -127,16 +127,19 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-def assert_equal(got: Results, want: Results, problem: Problem, token_results: frozenset[str]) -> None:
+def assert_equal(
+    got: Results, want: Results, problem: Problem, token_results: frozenset[str], alignment: int = 1
+) -> None:
     """Owned rows have the reference's bits, NaN by class; rows without an owner are as they were."""
     assert set(got) == set(want)
-    valid = problem.experts.valid_rows(DEVICE)
+    experts = Experts.from_offsets(*problem.ragged, capacity=problem.capacity, alignment=alignment)
+    valid = experts.valid_rows(DEVICE)
     for name, result in got.items():
         owned = torch.ones(result.shape[0], dtype=torch.bool, device=DEVICE)
         if name in token_results:
             owned = valid
         elif name == "scales_colwise":
-            owned = problem.experts.owned_colwise_rows(32, DEVICE)
+            owned = experts.owned_colwise_rows(32, DEVICE)
         a, b = result[owned], want[name][owned]
         differ = bits(a) != bits(b)
         if a.is_floating_point():
@@ -257,6 +260,22 @@ def test_rows_do_not_depend_on_other_experts() -> None:
     for name in FORWARD_ROWS & set(before):
         assert torch.equal(bits(before[name][40:170]), bits(after[name][40:170])), name
     assert torch.equal(bits(before["amax"][1:2]), bits(after["amax"][1:2]))
+
+
+def test_aligned_offsets_have_dense_scales() -> None:
+    """Where every expert starts at a multiple of 32 rows, column-wise scales have no spare rows."""
+    problem = Problem((40, 0, 130, 5), (24, 0, 30, 27), 4, 72, 64, 8, 3, NAN)
+    offsets, counts = problem.ragged
+    arguments = (
+        problem.tokens("x", problem.depth),
+        problem.weights("w", 2 * problem.hidden, problem.depth),
+        offsets,
+        counts,
+    )
+    keywords: dict[str, Any] = {"element": E4M3, "layout": grouped_mlp.INTERLEAVED, "alignment": 32}
+    want = reference_mlp.fc1(*arguments, **keywords)
+    got = grouped_mlp.fc1(*arguments, out=fresh(want), **keywords)
+    assert_equal(got, want, problem, FORWARD_ROWS, 32)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a Hopper GPU")

@@ -369,10 +369,11 @@ def test_sources_of_any_type_agree() -> None:
 def test_empty_shapes_have_empty_results(axis: int) -> None:
     """No rows, no columns, no experts: defined shapes, nothing raised (B64)."""
     for rows, hidden in ((0, 64), (33, 0), (0, 0)):
-        got = mxfp8.quantize(torch.empty(rows, hidden), axis)
-        assert got.codes.shape == (rows, hidden)
-        assert got.scales.shape == ((rows, hidden // 32) if axis == -1 else (-(-rows // 32), hidden))
-        assert got.dequantize().shape == (rows, hidden)
+        for block2d in (False, True):
+            got = mxfp8.quantize(torch.empty(rows, hidden), axis, block2d=block2d)
+            assert got.codes.shape == (rows, hidden)
+            assert got.scales.shape == ((rows, hidden // 32) if axis == -1 else (-(-rows // 32), hidden))
+            assert got.dequantize().shape == (rows, hidden)
     none = Experts.from_offsets([0], capacity=5)
     assert not mxfp8.quantize(torch.full((5, 32), math.nan), axis, experts=none).codes.any()
 

@@ -85,7 +85,9 @@ def test_a_row_scaled_row_is_quantised_as_if_it_were_alone(device: ActiveDevice)
     """Rows of magnitudes 2^40 apart: each has the codes, scales and amax of a tensor of that row only."""
     from moe_numerics.fused import grouped_nvfp4 as fused
 
-    x = matrix(37, 592) * torch.tensor([2.0**-30, 1.0, 2.0**10]).repeat(13)[:37, None].to(torch.bfloat16)
+    x = matrix(37, 592)
+    x[::2, -1], x[1::2, 0] = -8.0, 8.0
+    x = x * torch.tensor([2.0**-30, 1.0, 2.0**10]).repeat(13)[:37, None].to(torch.bfloat16)
     recipe = Recipe(colwise=False, row_scaled=True)
     together = fused.quantize(x, one_expert(x), recipe=recipe)
     assert torch.equal(together["amax_rowwise"], x.float().abs().amax(1))

@@ -4,6 +4,7 @@ stochastic.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -49,6 +50,43 @@ def test_a_block_equals_the_written_order_of_operations(block: list[float], amax
     assert nvfp4.multipliers(got.scales, nvfp4.global_scale(torch.tensor(amax))).item() == factor
     assert got.scales.tolist() == [[scale]]
     assert unpack_e2m1(got.codes).tolist() == [codes]
+
+
+def test_every_named_order_is_its_formula() -> None:
+    """200,000 pairs of bfloat16 amaxes through each named order, in NumPy float32; each order differs from
+    the others.
+    """
+    generator = torch.Generator().manual_seed(0)
+    largest = (torch.rand(200_000, generator=generator) + 0.5).to(torch.bfloat16).to(torch.float32)
+    block = (largest * torch.rand(200_000, generator=generator)).to(torch.bfloat16).to(torch.float32)
+    a, b = largest.numpy(), block.numpy()
+    g = F32(2688) / a
+    formulas = {
+        "amax_times_scaled_sixth": b * (g * F32(1 / 6)),
+        "sixth_times_scale": (b * F32(1 / 6)) * g,
+        "divided_amax_times_scale": (b / F32(6)) * g,
+        "divided_amax_over_decode_scale": (b / F32(6)) / (a / F32(2688)),
+    }
+    seen = []
+    for name, value in formulas.items():
+        divided = name == "divided_amax_over_decode_scale"
+        contract = Contract(
+            nvfp4_block_scale=name,
+            nvfp4_encode_scale="reciprocal_of_divided_amax" if divided else "divide_2688",
+        )
+        codes = nvfp4.block_scale_codes(block, nvfp4.global_scale(largest, contract), contract)
+        assert torch.equal(codes, E4M3.encode(torch.from_numpy(value)))
+        assert all(not torch.equal(codes, other) for other in seen)
+        seen.append(codes)
+    scale = nvfp4.global_scale(largest)
+    codes = nvfp4.block_scale_codes(block, scale)
+    s = E4M3.decode(codes).numpy()
+    with np.errstate(divide="ignore"):
+        product, quotient = F32(1) / (s * (F32(1) / g)), g / s
+    for name, value in (("reciprocal_of_product", product), ("encode_scale_over_block_scale", quotient)):
+        got = nvfp4.multipliers(codes, scale, Contract(nvfp4_multiplier=name))
+        assert torch.equal(got, torch.from_numpy(np.minimum(value, np.finfo(F32).max)))
+    assert not np.array_equal(product, quotient)
 
 
 @st.composite
@@ -333,6 +371,23 @@ def test_random_bits_are_those_of_the_logical_element(
     assert torch.equal(seeded.scales, nvfp4.quantize(x, axis, experts=experts).scales)
 
 
+@given(ragged_inputs(), st.integers(0, 2**31), st.sampled_from([8, 16, 32]))
+def test_all_random_bits_count(inputs: tuple[torch.Tensor, Experts], seed: int, width: int) -> None:
+    """Every one of the contract's bits takes part: codes are those of the codec given the same bits and
+    width.
+    """
+    x, experts = inputs
+    contract = Contract(stochastic_source="given", stochastic_bits=width)
+    bits = torch.randint(0, 2**width, x.shape, generator=torch.Generator().manual_seed(seed))
+    got = nvfp4.quantize(x, -1, None, contract, bits, experts)
+    assert got.global_amax is not None
+    scale = nvfp4.global_scale(got.global_amax)
+    product = x.to(torch.float32) * nvfp4.multipliers(got.scales, scale).repeat_interleave(16, 1)
+    expected = E2M1.encode(product, "stochastic", random_bits=bits, random_width=width)
+    valid = experts.valid_rows()
+    assert torch.equal(unpack_e2m1(got.codes)[valid], expected[valid])
+
+
 @given(ragged_inputs(), st.sampled_from([-1, -2]), st.integers(0, 2**64 - 1))
 def test_stochastic_rounding_stays_on_neighbours(inputs: tuple[torch.Tensor, Experts], axis: int, seed: int) -> None:
     """Each code is one of the two around x * multiplier, and exact values stay as they are."""
@@ -406,8 +461,9 @@ def test_packing_and_shapes() -> None:
 def test_empty_shapes_have_empty_results(axis: int) -> None:
     """No rows, no columns, no experts: defined shapes and amax 0 (B64)."""
     for rows, hidden in ((0, 32), (17, 0), (0, 0)):
-        for scope in (Contract(), PER_EXPERT):
-            got = nvfp4.quantize(torch.empty(rows, hidden), axis, contract=scope)
+        modes = ({}, {"block2d": True}, {"four_over_six": "mae"}, {"row_scaled": True}, {"seed": 1})
+        for scope, mode in itertools.product((Contract(), PER_EXPERT), modes):
+            got = nvfp4.quantize(torch.empty(rows, hidden), axis, contract=scope, **mode)
             blocks = -(-rows // 16)
             assert got.codes.shape == ((rows, hidden // 2) if axis == -1 else (hidden, blocks * 8))
             assert got.scales.shape == ((rows, hidden // 16) if axis == -1 else (hidden, blocks))

@@ -19,6 +19,8 @@ from moe_numerics import campaign
 from moe_numerics.campaign import Task, TaskResult, campaign_cases, run_task
 from moe_numerics.paths import find_path
 
+DEVICES = VIRTUAL if thorough() else VIRTUAL[:1]
+
 FORWARD = "swiglu.fwd.mxfp8_e4m3"
 FORWARD_BF16 = "swiglu.fwd.bf16"
 BACKWARD_BF16 = "swiglu.bwd.bf16"
@@ -253,7 +255,7 @@ def _run(path_id: str, device: str, schedule: str | int = "fast", examples: int 
     raise AssertionError("unreachable")
 
 
-@pytest.mark.parametrize("device", VIRTUAL)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("path", sorted({fault.path for fault in FAULTS}))
 def test_kernels_without_a_fault_pass(path: str, device: str) -> None:
     outcome = _run(path, device)
@@ -261,7 +263,7 @@ def test_kernels_without_a_fault_pass(path: str, device: str) -> None:
     assert not outcome.failing
 
 
-@pytest.mark.parametrize("device", VIRTUAL if thorough() else VIRTUAL[:1])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "_"))
 def test_a_planted_fault_fails_the_verdict(fault: Fault, device: str) -> None:
     with planted(fault.edit):

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_runs import (
     ActiveDevice,
+    another_device,
     failure,
     few_paths,
-    kernel_devices,
     kernel_examples,
+    one_device,
     representative_paths,
     space,
     thorough,
@@ -34,12 +35,23 @@ OTHER_VARIANT = {
 }
 """What `space` leaves out: neither counts nor probabilities, interleaved columns, wide offsets, dense scale rows."""
 
+QUICK_PROFILES = {
+    "quantize.mxfp8_e4m3": ("te@2.20", "cudnn@1.28", "cudnn@1.23", "ocp", "torchao"),
+    "quantize.nvfp4.rht": ("te@2.20", "cudnn@1.28", "torchao"),
+}
+PROFILES = [
+    (path, name)
+    for path in all_paths()
+    for name in path.profiles
+    if name != "suite" and (thorough() or name in QUICK_PROFILES.get(path.id, ()))
+]
+
 
 def _id(path: Path) -> str:
     return path.id
 
 
-@pytest.mark.parametrize("device", kernel_devices(), indirect=True)
+@pytest.mark.parametrize("device", one_device(), indirect=True)
 @pytest.mark.parametrize("path", representative_paths(), ids=_id)
 @kernel_examples()
 @given(data=st.data())
@@ -49,7 +61,7 @@ def test_drawn_cases_agree_bit_for_bit(path: Path, device: ActiveDevice, data: s
     assert result.passed, failure(result)
 
 
-@pytest.mark.parametrize("device", kernel_devices(), indirect=True)
+@pytest.mark.parametrize("device", another_device(), indirect=True)
 @pytest.mark.parametrize("path", few_paths(), ids=_id)
 @kernel_examples()
 @given(data=st.data())
@@ -60,7 +72,7 @@ def test_other_layouts_offsets_and_options_agree(path: Path, device: ActiveDevic
     assert result.passed, failure(result)
 
 
-@pytest.mark.parametrize("device", kernel_devices(), indirect=True)
+@pytest.mark.parametrize("device", another_device(), indirect=True)
 @pytest.mark.parametrize("path", few_paths(), ids=_id)
 def test_the_gauntlet_agrees_bit_for_bit(path: Path, device: ActiveDevice) -> None:
     case = gauntlet_case(path.id, inputs=path.inputs, hidden=160)
@@ -68,15 +80,10 @@ def test_the_gauntlet_agrees_bit_for_bit(path: Path, device: ActiveDevice) -> No
     assert result.passed, failure(result)
 
 
-@pytest.mark.parametrize("device", kernel_devices()[:1], indirect=True)
+@pytest.mark.parametrize("device", one_device(), indirect=True)
 @pytest.mark.parametrize(
     ("path", "profile"),
-    [
-        (path, name)
-        for path in all_paths()
-        for name in path.profiles
-        if name != "suite" and (thorough() or path.id in ("quantize.mxfp8_e4m3", "quantize.nvfp4.rht"))
-    ],
+    PROFILES,
     ids=lambda value: value if isinstance(value, str) else _id(value),
 )
 @kernel_examples()

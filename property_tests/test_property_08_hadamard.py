@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_runs import ActiveDevice, assert_same, given_tensors, kernel_devices, kernel_examples
+from kernel_runs import ActiveDevice, assert_same, given_tensors, kernel_examples, reference_and_kernels
 from moe_numerics.reference.contract import DEFAULT_SIGNS
 from moe_numerics.reference.formats import unpack_e2m1
 
@@ -21,13 +21,12 @@ from moe_numerics.cases import Case
 from moe_numerics.paths import find_path
 
 PATH = find_path("quantize.nvfp4.rht")
-DEVICES = ("reference", *kernel_devices())
 SYLVESTER = torch.tensor([[(-1.0) ** (i & j).bit_count() for j in range(16)] for i in range(16)], dtype=torch.float64)
 SIGNED = SYLVESTER * torch.tensor(DEFAULT_SIGNS, dtype=torch.float64)
 """Row i is what the transform takes to 4 at place i and 0 elsewhere."""
 
 
-@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("device", reference_and_kernels(), indirect=True)
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_a_signed_hadamard_row_becomes_one_element(device: ActiveDevice, sign: float) -> None:
     """Column j of x is row j of the signed matrix, so its rotation is 4 at place j: code 6, and its amax 4."""
@@ -40,7 +39,7 @@ def test_a_signed_hadamard_row_becomes_one_element(device: ActiveDevice, sign: f
     assert outputs["amax_rowwise"].tolist() == [1.0]
 
 
-@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("device", reference_and_kernels(), indirect=True)
 @kernel_examples()
 @given(
     counts=st.lists(st.sampled_from([0, 1, 12, 15, 16, 17, 33]), min_size=1, max_size=4),

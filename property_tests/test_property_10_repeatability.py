@@ -11,16 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_runs import (
-    VIRTUAL,
     ActiveDevice,
     active_device,
     assert_same,
     few_paths,
     kernel_examples,
+    one_device,
     owned_part,
     reference_and_kernels,
     space,
-    thorough,
 )
 
 from moe_numerics.cases import Case
@@ -50,7 +49,7 @@ def test_two_runs_agree(path: Path, device: ActiveDevice, data: st.DataObject) -
     _assert_same_outcomes(path, first, before, device.run(path, first, contract), "after a run of another case")
 
 
-@pytest.mark.parametrize("target", VIRTUAL if thorough() else VIRTUAL[:1])
+@pytest.mark.parametrize("target", one_device())
 @pytest.mark.parametrize("path", few_paths(), ids=lambda path: path.id)
 @kernel_examples()
 @given(data=st.data(), seeds=st.lists(st.integers(0, 2**31), min_size=2, max_size=2, unique=True))

@@ -148,14 +148,14 @@ def quantize(
     bits = magnitude_bits(values, contract.nan_policy)
 
     if axis == -1 and not block2d:
-        amax_bits = _block_max(bits.view(len(bits), hidden // BLOCK, BLOCK), 2)
+        amax_bits = bits.view(len(bits), hidden // BLOCK, BLOCK).amax(2)
         scales = scale_codes(amax_bits, element, contract)
         per_element = multipliers(scales, contract).repeat_interleave(BLOCK, dim=1)
     else:
         n_blocks = rows.colwise_rows(BLOCK)
-        amax_bits = _block_max(rows.to_blocks(bits, BLOCK).view(n_blocks, BLOCK, hidden), 1)
+        amax_bits = rows.to_blocks(bits, BLOCK).view(n_blocks, BLOCK, hidden).amax(1)
         if block2d:
-            amax_bits = _block_max(amax_bits.view(n_blocks, hidden // BLOCK, BLOCK), 2)
+            amax_bits = amax_bits.view(n_blocks, hidden // BLOCK, BLOCK).amax(2)
         scales = scale_codes(amax_bits, element, contract)
         if block2d:
             scales = scales.repeat_interleave(BLOCK, dim=1)
@@ -183,8 +183,3 @@ def quantize(
         rows,
         packed,
     )
-
-
-def _block_max(bits: torch.Tensor, dim: int) -> torch.Tensor:
-    shape = [size for place, size in enumerate(bits.shape) if place != dim]
-    return bits.amax(dim) if bits.numel() else bits.new_zeros(shape)

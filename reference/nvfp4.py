@@ -158,7 +158,7 @@ def quantize(
     total = _global_amax(values, axis, amax, rows, row_scaled, contract)
     per_block = _spread_amax(total, axis, rows, row_scaled, x.device)
     scale = global_scale(per_block, contract, scale_max)
-    block_amax = _block_amax(values, blocks, axis, rows, block2d, contract)
+    block_amax = _block_amax(blocks, axis, rows, block2d, contract)
 
     if four_over_six is None:
         scales = block_scale_codes(block_amax, scale, contract)
@@ -288,7 +288,6 @@ def _spread_amax(total: torch.Tensor, axis: int, rows: Experts, row_scaled: bool
 
 
 def _block_amax(
-    values: torch.Tensor,
     blocks: torch.Tensor,
     axis: int,
     rows: Experts,
@@ -296,16 +295,14 @@ def _block_amax(
     contract: Contract,
 ) -> torch.Tensor:
     """The amax of each block, float32 [lines, blocks]."""
-    bits = amaxes.magnitude_bits(blocks, contract.nan_policy)
-    largest = bits.amax(2) if bits.numel() else bits.new_zeros(bits.shape[:2])
-    if not block2d or not largest.numel():
+    largest = amaxes.magnitude_bits(blocks, contract.nan_policy).amax(2)
+    if not block2d:
         return largest.view(torch.float32)
     if axis == -1:
-        tiles = rows.to_blocks(largest, BLOCK).reshape(-1, BLOCK, largest.shape[1]).amax(1)
+        tiles = _tiles(rows.to_blocks(largest, BLOCK)).amax(1)
         largest = rows.from_blocks(tiles.repeat_interleave(BLOCK, dim=0), BLOCK)
     else:
-        tiles = largest.reshape(-1, BLOCK, largest.shape[1]).amax(1)
-        largest = tiles.repeat_interleave(BLOCK, dim=0)
+        largest = _tiles(largest).amax(1).repeat_interleave(BLOCK, dim=0)
     return largest.contiguous().view(torch.float32)
 
 
@@ -345,12 +342,16 @@ def tile_sum(errors: torch.Tensor, axis: int, rows: Experts) -> torch.Tensor:
     errors: float32 [lines, blocks]. The lines of a tile are added in pairs 8, then 4, 2 and 1 apart, the
     order in which a warp reduces them.
     """
-    lines = rows.to_blocks(errors, BLOCK) if axis == -1 else errors
-    tiles = lines.reshape(-1, BLOCK, lines.shape[1])
+    tiles = _tiles(rows.to_blocks(errors, BLOCK) if axis == -1 else errors)
     for half in (8, 4, 2, 1):
         tiles = tiles[:, :half] + tiles[:, half : 2 * half]
     spread = tiles[:, 0].repeat_interleave(BLOCK, dim=0)
     return rows.from_blocks(spread, BLOCK) if axis == -1 else spread
+
+
+def _tiles(lines: torch.Tensor) -> torch.Tensor:
+    """[lines, blocks] as [tiles, 16, blocks]."""
+    return lines.reshape(lines.shape[0] // BLOCK, BLOCK, lines.shape[1])
 
 
 def _check(

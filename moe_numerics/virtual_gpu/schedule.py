@@ -70,7 +70,7 @@ class RandomSchedule(Schedule):
         self.rng = np.random.Generator(np.random.Philox(seed))
         self.strict = bool(self.rng.integers(2))
         self.habit = str(self.rng.choice(["now", "late", "coin"]))
-        self.width = int(self.rng.choice([1, 1, 2, 4, 8]))
+        self.width = int(self.rng.choice([1, 4, 16, 64]))
         self._priority: dict[int, npt.NDArray[np.float64]] = {}
 
     def order(self, clusters: int) -> npt.NDArray[np.int64]:

@@ -216,6 +216,14 @@ def _correction(arch: str, name: str, ftz: bool) -> Callable[..., npt.NDArray[np
     return correct
 
 
+def _correction_of_codes(arch: str, name: str) -> Callable[..., npt.NDArray[np.uint16]]:
+    def correct(codes: npt.NDArray[np.uint16], rounded: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
+        index = torch.from_numpy(np.ascontiguousarray(codes).reshape(-1).astype(np.int64))
+        return evaluate_half(arch, name, index).numpy().astype(np.uint16).reshape(np.shape(codes))
+
+    return correct
+
+
 def install() -> None:
     """Makes the virtual GPU use the tables of every architecture that has them."""
     from . import approximate
@@ -224,6 +232,9 @@ def install() -> None:
         if (FOLDER / f"{arch}.npz").exists():
             for name in FUNCTIONS:
                 approximate.load(arch, name, _correction(arch, name, False))
+                approximate.load(arch, f"{name}.ftz", _correction(arch, name, True))
+            for name in HALVES:
+                approximate.load(arch, name, _correction_of_codes(arch, name))
 
 
 install()
