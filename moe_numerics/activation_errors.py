@@ -2,16 +2,18 @@
 
 The functions are those that a path applies to one bfloat16 operand: activations and their derivatives. Three kinds of
 arithmetic evaluate them: "exact", the project's own float32 polynomials; "library", PyTorch's float32 operators, whose
-derivatives are those of its autograd; "fast", the approximate instructions of a GPU. The first two are measured over all
-65,536 bfloat16 inputs against the float64 oracle. The third is bounded over the same inputs from what the PTX ISA says of
-`ex2.approx.ftz.f32` (relative error up to 2^-22) and `rcp.approx.ftz.f32` (one unit in the last place), and only for
-sigmoid and what multiplies it: of 1 - sigmoid, which derivatives need, those two statements leave nothing for large x.
+derivatives are those of its autograd; "fast", the approximate instructions of a GPU. The first two are measured over
+all finite bfloat16 inputs against the float64 oracle. The third is bounded over the same inputs from what the PTX ISA
+says of `ex2.approx.ftz.f32` (relative error up to 2^-22) and `rcp.approx.ftz.f32` (one unit in the last place), and
+only for sigmoid and what multiplies it: of 1 - sigmoid, which derivatives need, those two statements leave nothing for
+large x.
 
     |computed(x) - f(x)| <= (relative * |f(x)| + weighted * w(x)) * 2^-24 + 2^tiny        without 2^tiny where w(x) = 0
 
 w(x) is |x| for activations, max(x, 0) for those that are masked below zero and their derivatives, and 1 for other
-derivatives and sigmoid: where f is small by cancellation, the error follows w and not f. `relative` is the largest error over |f| where |f| >= w / 8, `weighted` what other inputs need above
-that, `tiny` what is left below 2^-120. All are rounded up, which covers what float64 loses.
+derivatives and sigmoid: where f is small by cancellation, the error follows w and not f. `relative` is the largest
+error over |f| where |f| >= w / 8, `weighted` what other inputs need above that, `tiny` what is left below 2^-120. All
+are rounded up, which covers what float64 loses.
 
 `python -m moe_numerics.activation_errors` measures again and prints the table.
 """
@@ -64,8 +66,8 @@ class ActivationError:
 class Function:
     """One function of one operand: its float64 oracle, and how float32 evaluates it.
 
-    weighting: "input", "positive" or "one", what w(x) is. fast: (value, error bound) under approximate instructions, None where those
-    do not reach it.
+    weighting: "input", "positive" or "one", what w(x) is. fast: (value, error bound) under approximate instructions,
+    None where those do not reach it.
     """
 
     oracle: Map

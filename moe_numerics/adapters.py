@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch import Tensor
 from moe_numerics.checking import kernel
 
 __all__ = ["compiled_swiglu", "eager_swiglu", "torchao_mxfp8"]
-
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
@@ -38,14 +38,13 @@ def compiled_swiglu() -> Callable[..., Tensor]:
 
 def torchao_mxfp8(scaling: str = "FLOOR") -> Callable[..., Any]:
     """Row-wise MXFP8 E4M3 by torchao's `to_mx`; scaling: FLOOR, RCEIL, CEIL or EVEN. ImportError: no torchao."""
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
-
+    modes = importlib.import_module("torchao.prototype.mx_formats.config").ScaleCalculationMode
+    to_mx = importlib.import_module("torchao.prototype.mx_formats.mx_tensor").to_mx
     inputs, outputs = {"x": "x", "offsets": "offsets"}, {"codes": 0, "scales": 1}
 
     @kernel("quantize.mxfp8_e4m3", inputs=inputs, outputs=outputs, profile="torchao")
     def quantize(x: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-        scales, codes = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode[scaling])
+        scales, codes = to_mx(x, torch.float8_e4m3fn, 32, modes[scaling])
         return codes.view(torch.uint8), scales.view(torch.uint8).reshape(len(x), x.shape[1] // 32)
 
     return quantize

@@ -39,6 +39,7 @@ def enclose(path: Path, case: Case, contract: Contract, arithmetic: Arithmetic) 
     operation = path.operation.activation if isinstance(path.operation, ActivationThenNvfp4) else path.operation
     tensors, experts = case.tensors(path.inputs), path.experts(case)
     floats: dict[str, Enclosure] = {}
+    element: FloatFormat | None
     if isinstance(operation, Mxfp8Copies):
         if operation.blocks.block2d or operation.blocks.swizzled:
             raise BoundError(f"{path.id}: enclosures are derived for 1x32 and 32x1 blocks with scales in plain order")
@@ -46,7 +47,9 @@ def enclose(path: Path, case: Case, contract: Contract, arithmetic: Arithmetic) 
         values, element = Enclosure.exact(torch.where(valid, tensors["x"].float(), 0.0)), operation.element
     elif isinstance(operation, ActivationForward):
         if "bias" in tensors:
-            raise BoundError(f"{path.id}: errors of activations are measured for bfloat16 inputs, not for sums with bias")
+            raise BoundError(
+                f"{path.id}: errors of activations are measured for bfloat16 inputs, not for sums with bias"
+            )
         element = operation.element
         if isinstance(operation, ActivationBackward):
             values, dprob = bounds.backward(operation.activation, tensors, experts, case.layout, arithmetic)

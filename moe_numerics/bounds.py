@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from moe_numerics.activation_errors import FUNCTIONS, KINDS, error_of
-from moe_numerics.reference import elementwise, oracle
+from moe_numerics.reference import elementwise
 from moe_numerics.reference.activations import UNARY_ACTIVATIONS, Activation
 from moe_numerics.reference.exact_math import float32
 from moe_numerics.reference.gated_activations import ClampedSwiglu, Gated, SituGlu, StepSwiglu
@@ -101,9 +101,7 @@ class Enclosure:
 
     def where(self, mask: Tensor, other: float = 0.0) -> Enclosure:
         """This enclosure where `mask` holds, exactly `other` elsewhere."""
-        return Enclosure(
-            torch.where(mask, self.value, other), torch.where(mask, self.error, 0.0), self.decided | ~mask
-        )
+        return Enclosure(torch.where(mask, self.value, other), torch.where(mask, self.error, 0.0), self.decided | ~mask)
 
     def rounded(self, unit: float) -> Enclosure:
         """After one more operation that rounds with this relative error."""
@@ -125,7 +123,12 @@ def half_spacing(magnitude: Tensor, mantissa_bits: int, min_exponent: int = -126
 
 def product(arithmetic: Arithmetic, *factors: Enclosure) -> Enclosure:
     """The product in any order, every operation rounded."""
-    value, reach, wide, decided = factors[0].value, factors[0].reach, factors[0].reach.clamp(min=1.0), factors[0].decided
+    value, reach, wide, decided = (
+        factors[0].value,
+        factors[0].reach,
+        factors[0].reach.clamp(min=1.0),
+        factors[0].decided,
+    )
     for factor in factors[1:]:
         value, reach = value * factor.value, reach * factor.reach
         wide, decided = wide * factor.reach.clamp(min=1.0), decided & factor.decided
@@ -240,7 +243,9 @@ def _parts(activation: Activation, gate: Tensor, up: Tensor, arithmetic: Arithme
             clamped = gate.clamp(max=bound)
             linear = Enclosure.exact(up.clamp(-bound, bound))
             if offset:
-                linear = Enclosure(linear.value + float32(offset), linear.error, linear.decided).rounded(arithmetic.unit)
+                linear = Enclosure(linear.value + float32(offset), linear.error, linear.decided).rounded(
+                    arithmetic.unit
+                )
             slope = apply(f"{name}'", clamped).where(~(gate > bound)) if slopes else None
             inside = Enclosure.exact(torch.ones_like(up)).where(~(up.abs() > bound)) if slopes else None
             return _Parts(apply(name, clamped), linear, slope, inside)
@@ -260,7 +265,9 @@ def _parts(activation: Activation, gate: Tensor, up: Tensor, arithmetic: Arithme
             return _Parts(clamped_value, Enclosure.exact(up.clamp(-bound, bound)), slope, inside)
         case SituGlu() if activation == SituGlu():
             names = ("situ_gate'", "situ_up'")
-            derivatives = [apply(name, x) for name, x in zip(names, (gate, up), strict=True)] if slopes else [None, None]
+            derivatives = (
+                [apply(name, x) for name, x in zip(names, (gate, up), strict=True)] if slopes else [None, None]
+            )
             return _Parts(apply("situ_gate", gate), apply("situ_up", up), derivatives[0], derivatives[1])
     raise BoundError(f"{activation!r} has parameters whose errors are not measured")
 

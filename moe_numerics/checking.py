@@ -269,8 +269,8 @@ def check(
     names. cases: one Case, several, a number of drawn ones (20 without it), or a Hypothesis strategy of cases.
     contract: instead of that of the binding's profile. arithmetic: how the kernel computes between inputs and outputs;
     with it the grade is bounded: a bit that differs is explained where the bounds derived for that arithmetic, and for
-    codes and scales one set of values inside them, allow what was written (see `bounds`). Only rows that experts own are compared: what a kernel leaves
-    in padding rows of its results is its own affair.
+    codes and scales one set of values inside them, allow what was written (see `bounds`). Only rows that experts own
+    are compared: what a kernel leaves in padding rows of its results is its own affair.
 
     KernelError: the callable raises, returns another number, shape, dtype or device of tensors, or writes into its
     inputs. BoundError: no bounds are derived for the path under this arithmetic. PathError and CaseError: the arguments

@@ -186,7 +186,8 @@ def run(
     case_file: Annotated[FilePath, typer.Argument(metavar="CASE.json", help="A case that verify wrote.")],
     device: Annotated[str | None, typer.Option("--device", help="Device to run it on.")] = None,
     by_stage: Annotated[
-        bool, typer.Option("--bisect", help="Judge each stage on what the kernel gave it, and name the first wrong one.")
+        bool,
+        typer.Option("--bisect", help="Judge each stage on what the kernel gave it, and name the first wrong one."),
     ] = False,
 ) -> None:
     """Reproduce one case and print every output's finding."""
@@ -360,7 +361,9 @@ def audit(
 
 @app.command()
 def silicon(
-    device: Annotated[str | None, typer.Option("--device", help="CUDA device; without one, results are replayed.")] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="CUDA device; without one, results are replayed.")
+    ] = None,
     out: Annotated[
         FilePath | None, typer.Option(help="Folder for the report, the evidence and the vectors to keep.")
     ] = None,
@@ -376,7 +379,9 @@ def silicon(
         _refuse(f"--elements {elements} is not a multiple of 128")
     name = device or default_devices()[0]
     if name.startswith("cuda"):
-        found = capture_all(name, elements, sweeps, out, lambda line: _console.print(line, markup=False, soft_wrap=True))
+        found = capture_all(
+            name, elements, sweeps, out, lambda line: _console.print(line, markup=False, soft_wrap=True)
+        )
     else:
         if out is not None:
             _refuse("--out needs a CUDA device: without one, captured results are only replayed")

@@ -4,8 +4,8 @@ A code, a scale or an amax is explained only if one set of values, each inside i
 was written: row-wise and column-wise copies of a tensor and its amax all come from these values. The answer is exact,
 not a search: the float32 values that give a code under a scale are an interval, as are the amaxes that give a scale; a
 block's scale asks that no value exceeds the interval's upper end and that one reaches its lower end; and the values
-largest in magnitude serve every block at once. The intervals are found by bisection of the reference's own rounding, for
-whatever contract.
+largest in magnitude serve every block at once. The intervals are found by bisection of the reference's own rounding,
+for whatever contract.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def _bisect(low: Tensor, high: Tensor, reached: Callable[[Tensor], Tensor]) -> T
 
 
 def preimages(codes: Tensor, scales: Tensor, element: FloatFormat, contract: Contract) -> tuple[Tensor, Tensor]:
-    """Keys of the first and the last finite float32 that quantise to each code under each E8M0 scale; empty for a NaN code.
+    """Keys of the first and the last finite float32 that quantise to each code under each E8M0 scale.
 
-    codes, scales: uint8 of one shape.
+    codes, scales: uint8 of one shape. Where nothing does, as for a NaN code, the first is above the last.
     """
     joined = codes.to(torch.int64) * 256 + scales.to(torch.int64)
     pairs, place = joined.unique(return_inverse=True)
@@ -103,7 +103,7 @@ def preimages(codes: Tensor, scales: Tensor, element: FloatFormat, contract: Con
 
 
 def scale_intervals(element: FloatFormat, contract: Contract) -> tuple[Tensor, Tensor]:
-    """Keys of the first and the last amax that give each E8M0 code, int64 [256]; empty for codes that no number gives."""
+    """Keys of the first and the last amax that give each E8M0 code, int64 [256]; first > last where none does."""
     codes = torch.arange(256)
     low, high = torch.zeros(256, dtype=torch.int64), torch.full((256,), INF_BITS, dtype=torch.int64)
 
@@ -170,7 +170,9 @@ def explain_mxfp8(
     zero = torch.zeros_like(low)
     low = torch.where(valid, torch.where(free, -1 - infinity, low), zero)
     high = torch.where(valid, torch.where(free, infinity, high), zero)
-    copies = {name: copy for name, copy in _copies(experts).items() if f"codes_{name}" in got and f"scales_{name}" in got}
+    copies = {
+        name: copy for name, copy in _copies(experts).items() if f"codes_{name}" in got and f"scales_{name}" in got
+    }
     first_amax, last_amax = scale_intervals(element, contract)
     open_blocks: dict[str, Tensor] = {}
     undecided_blocks: dict[str, Tensor] = {}

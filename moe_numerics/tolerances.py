@@ -39,7 +39,7 @@ class Subject:
 class Tolerance:
     """One tolerance of one project's test.
 
-    kind: "close" |got - expected| <= atol + rtol |expected| everywhere; "share": in a share of the elements; "calc_diff"
+    kind: "close" |got - expected| <= atol + rtol |expected| everywhere; "share": in a share of elements; "calc_diff"
     1 - 2 <x, y> / (<x, x> + <y, y>) below a limit; "sqnr" 10 log10 of signal over error power, in dB, at least a floor;
     "equal": the same bytes; "scaled": |got - expected| <= factor * block scale + atol. numbers: of that kind.
     applies: (operation, direction, format, output) of the outputs that the test applies it to; "*" is any.
@@ -152,7 +152,12 @@ PEERS: tuple[Tolerance, ...] = (
         ),
     ),
     Tolerance(
-        _TE, "2.20", f"{_GROUPED}, grouped MLP in NVFP4", "close", (0.5, 0.25), (("activation", "*", "nvfp4", "values"),)
+        _TE,
+        "2.20",
+        f"{_GROUPED}, grouped MLP in NVFP4",
+        "close",
+        (0.5, 0.25),
+        (("activation", "*", "nvfp4", "values"),),
     ),
     Tolerance(
         _TE,
@@ -315,7 +320,13 @@ def _entries(path: Path) -> list[dict[str, Any]]:
         for each in tolerances_for(subject_of(path, output)):
             entry = seen.setdefault(
                 (each.peer, each.test, each.words()),
-                {"peer": each.peer, "version": each.version, "test": each.test, "criterion": each.words(), "outputs": []},
+                {
+                    "peer": each.peer,
+                    "version": each.version,
+                    "test": each.test,
+                    "criterion": each.words(),
+                    "outputs": [],
+                },
             )
             entry["outputs"].append(output)
     return list(seen.values())

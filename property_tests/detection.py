@@ -16,12 +16,13 @@ import fnmatch
 import json
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
 import torch
-from faults import CATALOGUE, Fault, FaultyDevice, ptx_fault
+from fault_catalogue import CATALOGUE
+from faults import Fault, FaultyDevice, ptx_fault
 from moe_numerics.reference import grouped_nvfp4
 from moe_numerics.reference.formats import FORMATS, unpack_e2m1
 from moe_numerics.reference.scale_layout import unswizzle
@@ -36,6 +37,8 @@ from moe_numerics.tolerances import PEERS, subject_of, tolerances_for
 
 DEVICE = "virtual:sm_90a"
 DEFAULT_CASES, THOROUGH_CASES = 3, 20
+SIBLINGS = 16
+"""Of the paths that share source with the fault's, how many are run."""
 PEER_NAMES = tuple(dict.fromkeys(tolerance.peer for tolerance in PEERS))
 """Peers in the order of the report."""
 
@@ -44,12 +47,16 @@ Outputs = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Judged:
-    """What is compared of one output under the tolerances of others, in float64."""
+    """What is compared of one output under the tolerances of others, in float64.
+
+    format: where it is not that of the path: the bfloat16 result of a path that goes on to NVFP4.
+    """
 
     output: str
     expected: torch.Tensor
     got: torch.Tensor
     scales: torch.Tensor | None = None
+    format: str = ""
 
 
 def _views(path: Path, case: Case, expected: Outputs, got: Outputs) -> Iterator[Judged]:
@@ -63,7 +70,7 @@ def _views(path: Path, case: Case, expected: Outputs, got: Outputs) -> Iterator[
         if spec.format in ("bfloat16", "float32"):
             kind = "values" if kind == "out" else kind
             mask = owned.expand_as(wanted)
-            yield Judged(kind, wanted.double()[mask], found.double()[mask])
+            yield Judged(kind, wanted.double()[mask], found.double()[mask], format="bf16" * (spec.name == "out"))
             continue
         if kind == "scales":
             form = FORMATS[spec.format]
@@ -73,9 +80,7 @@ def _views(path: Path, case: Case, expected: Outputs, got: Outputs) -> Iterator[
         yield from _codes(path, case, spec.name, expected, got, owned)
 
 
-def _codes(
-    path: Path, case: Case, name: str, expected: Outputs, got: Outputs, owned: torch.Tensor
-) -> Iterator[Judged]:
+def _codes(path: Path, case: Case, name: str, expected: Outputs, got: Outputs, owned: torch.Tensor) -> Iterator[Judged]:
     which = name.partition("_")[2]
     spec = path.output(name)
     packed = spec.format == "E2M1x2"
@@ -124,7 +129,8 @@ def peers_that_find(path: Path, case: Case, expected: Outputs, got: Outputs) -> 
     """For each project whose tests judge an output of the path, whether a tolerance of theirs is exceeded."""
     found: dict[str, bool] = {}
     for judged in _views(path, case, expected, got):
-        for tolerance in tolerances_for(subject_of(path, judged.output)):
+        subject = subject_of(path, judged.output)
+        for tolerance in tolerances_for(replace(subject, format=judged.format or subject.format)):
             exceeded = not tolerance.passes(judged.expected, judged.got, judged.scales)
             found[tolerance.peer] = found.get(tolerance.peer, False) or exceeded
     return found
@@ -140,7 +146,7 @@ class Run:
 
 
 def run_fault(fault: Fault, path: Path, cases: int, run: Run, judge_peers: bool, first: int = 0) -> int:
-    """Run a fault on cases of a path until one finds it, or, for peers, on all of them. Gives how many lines matched."""
+    """Run a fault on cases of a path until one finds it, or, for peers, on all of them. Gives how many lines match."""
     contract = path.contract("suite")
     device = FaultyDevice(open_device(DEVICE, fault.schedule), fault)
     with ptx_fault(fault) as places, device.activate():
@@ -162,16 +168,28 @@ def run_fault(fault: Fault, path: Path, cases: int, run: Run, judge_peers: bool,
             if judge_peers:
                 judged = peers_that_find(path, case, expected, got)
                 earlier = run.peers or {}
-                run.peers = {name: judged.get(name, False) or earlier.get(name, False) for name in {**judged, **earlier}}
+                run.peers = {
+                    name: judged.get(name, False) or earlier.get(name, False) for name in {**judged, **earlier}
+                }
             elif run.found:
                 break
     return sum(places) if fault.pattern else 1
 
 
-def siblings(path: Path) -> list[Path]:
-    """Paths that the same kernel source serves: other activations in the same direction and format."""
-    operation, _, rest = path.id.partition(".")
-    return [other for other in all_paths() if other.id != path.id and other.id.partition(".")[2] == rest and operation != "quantize"][:6]  # fmt: skip
+def siblings(fault: Fault) -> list[Path]:
+    """Paths that the same kernel source serves: other activations in the same direction and format, or other copies."""
+    if fault.kind in ("operation", "input"):
+        return []
+    operation, _, rest = fault.path.partition(".")
+    nvfp4 = "nvfp4" in fault.path
+    similar = [
+        path
+        for path in all_paths()
+        if path.id != fault.path
+        and (("nvfp4" in path.id) if nvfp4 else operation != "quantize" and path.id.partition(".")[2] == rest)
+    ]
+    # The copies of one tensor first, as they are quick to run.
+    return sorted(similar, key=lambda path: not path.id.startswith(f"{operation}."))[:SIBLINGS]
 
 
 def measure(fault: Fault) -> dict[str, Any]:
@@ -180,7 +198,7 @@ def measure(fault: Fault) -> dict[str, Any]:
     path = find_path(fault.path)
     default = Run()
     matched = run_fault(fault, path, DEFAULT_CASES, default, judge_peers=True)
-    for other in siblings(path) if not default.found else []:
+    for other in siblings(fault) if not default.found else []:
         matched += run_fault(fault, other, DEFAULT_CASES, default, judge_peers=False)
         if default.found:
             default.by += f" of {other.id}"
@@ -190,6 +208,8 @@ def measure(fault: Fault) -> dict[str, Any]:
         matched += run_fault(fault, path, THOROUGH_CASES, thorough, judge_peers=False, first=DEFAULT_CASES)
     if not matched:
         raise RuntimeError(f"{fault.id}: no line matches {fault.pattern!r}")
+    if fault.equivalent and thorough.found:
+        raise RuntimeError(f"{fault.id} was found by {thorough.by}: it is not equivalent")
     return {
         "id": fault.id,
         "kind": fault.kind,
@@ -198,20 +218,26 @@ def measure(fault: Fault) -> dict[str, Any]:
         "found_default": default.found,
         "found_thorough": thorough.found,
         "found_by": default.by or thorough.by,
-        "equivalent": False,
+        "equivalent": bool(fault.equivalent),
         "peers": {name: (default.peers or {})[name] for name in PEER_NAMES if name in (default.peers or {})},
         "seconds": round(time.monotonic() - started, 1),
     }
 
 
 def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Found shares: of the suite, and of each peer among the faults whose outputs its tests judge."""
+    """Found shares: of the suite, and of each peer among the faults whose outputs its tests judge.
+
+    Faults that are proved equivalent are counted apart.
+    """
+    equivalent = [entry for entry in entries if entry["equivalent"]]
+    entries = [entry for entry in entries if not entry["equivalent"]]
     peers = {}
     for name in PEER_NAMES:
         judged = [entry for entry in entries if name in entry["peers"]]
         peers[name] = {"judged": len(judged), "found": sum(entry["peers"][name] for entry in judged)}
     return {
         "faults": len(entries),
+        "equivalent": len(equivalent),
         "found_default": sum(entry["found_default"] for entry in entries),
         "found_thorough": sum(entry["found_thorough"] for entry in entries),
         "peers": peers,
@@ -227,8 +253,9 @@ def page(data: Mapping[str, Any]) -> str:
         "",
         "Numerics faults planted one at a time in the fused kernels, and who finds them: the default campaign",
         "(3 cases of a path), a thorough run (20), and the tolerances that tests of other projects document,",
-        "on the same outputs. `-`: the project's tests judge no output of that path, or the virtual GPU stopped the",
-        "kernel before there was one. `python property_tests/detection.py` makes this page and `reports/detection.json`.",
+        "on the same outputs: those of the right kernel in the place of the reference, and the faulty one's. `-`: the",
+        "project's tests judge no output of that path, or the virtual GPU stopped the kernel before there was one.",
+        "`python property_tests/detection.py` makes this page and `reports/detection.json`.",
         "",
         "| | judged | found | share |",
         "| --- | ---: | ---: | ---: |",
@@ -241,7 +268,8 @@ def page(data: Mapping[str, Any]) -> str:
     lines += ["", f"| fault | path | default | thorough | {' | '.join(PEER_NAMES)} |"]
     lines.append("| --- | --- |" + " :---: |" * (2 + len(PEER_NAMES)))
     for entry in data["faults"]:
-        cells = [_mark(entry["found_default"]), _mark(entry["found_thorough"])]
+        suite = [_mark(entry["found_default"]), _mark(entry["found_thorough"])]
+        cells = ["equivalent"] * 2 if entry["equivalent"] else suite
         cells += [_mark(entry["peers"][name]) if name in entry["peers"] else "-" for name in PEER_NAMES]
         lines.append(f"| {entry['id']} | {entry['path']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -263,11 +291,7 @@ def main() -> None:
     for fault in CATALOGUE:
         if not fnmatch.fnmatchcase(fault.id, arguments.only):
             continue
-        try:
-            entries.append(measure(fault))
-        except RuntimeError as error:
-            print(f"FAILED {error}", flush=True)
-            continue
+        entries.append(measure(fault))
         print(json.dumps(entries[-1]), flush=True)
     data = {"schema": 1, "device": DEVICE, "summary": summary(entries), "faults": entries}
     for file, text in ((arguments.out, json.dumps(data, indent=1) + "\n"), (arguments.page, page(data))):

@@ -119,7 +119,8 @@ def test_what_is_not_decided() -> None:
     assert not bool(bounds.product(EXACT, *parts).decided)
     assert not bool(Enclosure.exact(torch.tensor([float("inf")])).decided)
     nan = bounds.product(EXACT, Enclosure.exact(torch.tensor([float("nan")])), parts[2])
-    assert bool(nan.decided) and bool(nan.value.isnan())
+    assert bool(nan.decided)
+    assert bool(nan.value.isnan())
 
 
 def test_a_masked_gradient_is_exactly_zero() -> None:
@@ -130,7 +131,8 @@ def test_a_masked_gradient_is_exactly_zero() -> None:
     }
     activation = find_path("clamped_swiglu.bwd.bf16").operation.activation  # type: ignore[attr-defined]
     gradient, _ = bounds.backward(activation, tensors, Experts.single(1), "halves", EXACT)
-    assert bool((gradient.value == 0).all()) and bool((gradient.error == 0).all())
+    assert bool((gradient.value == 0).all())
+    assert bool((gradient.error == 0).all())
 
 
 @pytest.mark.parametrize("model", ["sm_90.bf16", "sm_90.e4m3", "sm_100.f8f6f4"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kernel_runs import active_device, kernel_examples, thorough
 from moe_numerics.fused import grouped_gemm, grouped_mlp
@@ -116,6 +116,10 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
+TALL = Problem((130, 0, 257), (0, 2, 0), 3, 40, 64, 6, 2, INF)
+"""Experts of more than one tile of rows, the last of them nearly empty."""
+
+
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     size = dtype.itemsize
     for length in shape:
@@ -159,6 +163,7 @@ OUT = frozenset({"out"})
 
 @kernel_examples()
 @given(problem=problems())
+@example(problem=TALL)
 def test_rows_times_weights(problem: Problem) -> None:
     offsets, counts = problem.ragged
     x, weights = problem.tokens("x", problem.depth), problem.weights("w", problem.hidden, problem.depth)
@@ -207,6 +212,7 @@ if thorough():
 @pytest.mark.parametrize("choices", CHOICES)
 @kernel_examples()
 @given(problem=problems())
+@example(problem=TALL)
 def test_first_layer_with_activation(choices: str, problem: Problem) -> None:
     offsets, counts = problem.ragged
     x, weights = problem.tokens("x", problem.depth), problem.weights("w", 2 * problem.hidden, problem.depth)
@@ -221,6 +227,7 @@ def test_first_layer_with_activation(choices: str, problem: Problem) -> None:
 @pytest.mark.parametrize("choices", CHOICES)
 @kernel_examples()
 @given(problem=problems())
+@example(problem=TALL)
 def test_second_layer_backward_through_activation(choices: str, problem: Problem) -> None:
     offsets, counts = problem.ragged
     grad, weights = problem.tokens("grad", problem.depth), problem.weights("w", problem.depth, problem.hidden)

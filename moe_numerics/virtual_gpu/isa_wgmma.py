@@ -152,16 +152,18 @@ def mma(b: Lowering, m: Modifiers) -> Step:
             steps = [tiles]
             first = keep
             # Products that wait in a chain on the same accumulators are done as one with a longer K.
-            for earlier in reversed(before_this):
-                if earlier.finished:
-                    break
-                if not first.all() or earlier.chain is None or earlier.warps != operation.warps:
-                    earlier.finish()
+            left = len(before_this)
+            while left and first.all():
+                earlier = before_this[left - 1]
+                if earlier.finished or earlier.warps != operation.warps:
                     break
                 earlier.take()
                 earlier.finished = True
                 steps.insert(0, earlier.taken)
                 first = earlier.chain
+                left -= 1
+            for earlier in before_this[left - 1 : left]:
+                earlier.finish()
             before = [acc(w, i) for acc in accumulators] if first.any() else None
             out = _multiply(shape, steps, before, first, negate_a, negate_b, row, column)
             for n, put in enumerate(writes):
