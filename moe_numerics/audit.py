@@ -265,7 +265,7 @@ def render(audit: Audit) -> str:
             out.append(f"  no {_TITLES[kind].partition(':')[0]}")
             continue
         out.append(f"  {len(notes)} {_TITLES[kind]}")
-        if kind == "rounding":
+        if kind in ("approximate", "flush", "rounding"):
             counted = Counter((note.instruction, note.detail) for note in notes)
             for (instruction, detail), count in sorted(counted.items()):
                 lines = [str(n.line) for n in notes if (n.instruction, n.detail) == (instruction, detail)]

@@ -69,7 +69,7 @@ class Binding:
         for name in self.inputs:
             if name not in names:
                 raise PathError(f"{path.id} has no input {name!r}: expected some of {', '.join(sorted(names))}")
-        missing = [spec.name for spec in path.inputs if spec.kind == "values" and spec.name not in self.inputs]
+        missing = [s.name for s in path.inputs if s.kind in ("values", "bias") and s.name not in self.inputs]
         if missing or "offsets" not in self.inputs:
             raise PathError(f"inputs lack {', '.join(missing or ['offsets'])}: {path.id} cannot be computed without")
         for name in self.outputs:

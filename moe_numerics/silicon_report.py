@@ -35,7 +35,8 @@ class Found:
 
     @property
     def equal(self) -> bool:
-        return all(o.equal for o in self.outcomes) and not any(s.differences for s in self.sweeps)
+        """Whether nothing differs but what is stated as not modelled."""
+        return all(o.equal or o.unmodelled for o in self.outcomes) and not any(s.differences for s in self.sweeps)
 
 
 def _environment(device: str) -> dict[str, Any]:
@@ -100,10 +101,11 @@ def summary(found: Found) -> str:
         row = rows[outcome.instructions[0].split(".")[0]]
         row[0] += 1
         row[1] += outcome.elements
-        row[2] += not outcome.equal
+        row[2] += not (outcome.equal or outcome.unmodelled)
     out = [f"{'instruction':12} {'compared':>9} {'elements':>13} {'differing':>10}"]
     out += [f"{name:12} {row[0]:9,} {row[1]:13,} {row[2]:10,}" for name, row in sorted(rows.items())]
-    wrong = [outcome for outcome in found.outcomes if not outcome.equal]
+    wrong = [outcome for outcome in found.outcomes if not (outcome.equal or outcome.unmodelled)]
+    known = [outcome for outcome in found.outcomes if outcome.unmodelled and not outcome.equal]
     for outcome in wrong[:SHOWN]:
         first = outcome.first
         what = outcome.error or f"{outcome.differences:,} of {outcome.elements:,} differ"
@@ -114,4 +116,7 @@ def summary(found: Found) -> str:
         out.append(f"... and {len(wrong) - SHOWN} more")
     elements = sum(outcome.elements for outcome in found.outcomes)
     out.append(f"{len(found.outcomes):,} compared, {elements:,} elements, {len(wrong):,} differ")
+    if known:
+        names = ", ".join(sorted({name for outcome in known for name in outcome.instructions}))
+        out.append(f"not modelled, correctly rounded instead: {names}")
     return "\n".join(out)

@@ -142,23 +142,11 @@ def module(target: str, params: str, body: str, size: int) -> str:
     )
 
 
-@given(
-    kind=st.sampled_from(sorted(KINDS)),
-    columns=st.sampled_from([8, 16, 64, 96]),
-    mode_a=st.integers(0, 3),
-    mode_b=st.integers(0, 3),
-    transposes=st.tuples(st.booleans(), st.booleans()),
-    signs=st.tuples(st.sampled_from([1, -1]), st.sampled_from([1, -1])),
-    from_registers=st.booleans(),
-    steps=st.integers(1, 3),
-    schedule=st.sampled_from(["fast", *range(12)]),
-    seed=st.integers(0, 99),
-)
-def test_wgmma_multiplies_what_its_descriptors_name(
+def multiply(
     kind: str, columns: int, mode_a: int, mode_b: int, transposes: tuple[bool, bool], signs: tuple[int, int],
     from_registers: bool, steps: int, schedule: str | int, seed: int,
 ) -> None:  # fmt: skip
-    """Fault: a fragment, layout, swizzle, transposition or sign of wgmma is off."""
+    """Runs wgmma `steps` times on the same operands in three blocks that drift apart, and checks every accumulator."""
     depth, element = KINDS[kind]
     transposed = tuple(t and element == 2 for t in transposes)
     rng = np.random.Generator(np.random.Philox(seed))
@@ -200,7 +188,7 @@ def test_wgmma_multiplies_what_its_descriptors_name(
     {delay(0)}
     {mma}
     setp.eq.u32 %p, 0, 0;
-    {chr(10).join(delay(n) + mma for n in range(1, steps))}
+    {chr(10).join((delay(n) if n % 3 == 1 else '') + mma for n in range(1, steps))}
     wgmma.commit_group.sync.aligned;
     wgmma.wait_group.sync.aligned 0;
     mov.u32 %r1, %ctaid.x;
@@ -224,6 +212,32 @@ def test_wgmma_multiplies_what_its_descriptors_name(
             column = 8 * (d // 4) + 2 * (t % 4) + d % 2
             bits = wanted[row, column].view(torch.int32)
             assert out[:, t, d].view(torch.int32).tolist() == [bits] * BLOCKS, (t, d)
+
+
+@given(
+    kind=st.sampled_from(sorted(KINDS)),
+    columns=st.sampled_from([8, 16, 64, 96]),
+    mode_a=st.integers(0, 3),
+    mode_b=st.integers(0, 3),
+    transposes=st.tuples(st.booleans(), st.booleans()),
+    signs=st.tuples(st.sampled_from([1, -1]), st.sampled_from([1, -1])),
+    from_registers=st.booleans(),
+    steps=st.integers(1, 6),
+    schedule=st.sampled_from(["fast", *range(12)]),
+    seed=st.integers(0, 99),
+)
+def test_wgmma_multiplies_what_its_descriptors_name(
+    kind: str, columns: int, mode_a: int, mode_b: int, transposes: tuple[bool, bool], signs: tuple[int, int],
+    from_registers: bool, steps: int, schedule: str | int, seed: int,
+) -> None:  # fmt: skip
+    """Fault: a fragment, layout, swizzle, transposition or sign of wgmma is off."""
+    multiply(kind, columns, mode_a, mode_b, transposes, signs, from_registers, steps, schedule, seed)
+
+
+@pytest.mark.parametrize("schedule", range(24))
+def test_wgmma_adds_in_order_of_issue(schedule: int) -> None:
+    """Fault: a schedule that completes products out of order changes the order of the additions."""
+    multiply("bf16", 8, 1, 1, (False, False), (1, 1), False, 6, schedule, schedule)
 
 
 MMA_SYNC = {("bf16", 16): (4, 2), ("bf16", 8): (2, 1), ("f16", 16): (4, 2), ("f16", 8): (2, 1), ("tf32", 8): (4, 2),
