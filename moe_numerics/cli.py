@@ -47,6 +47,8 @@ def main() -> None:
         app()
     except (BoundError, CaseError, DeviceError, PathError, ReportError) as error:
         _refuse(str(error))
+    except OSError as error:
+        _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
 def _refuse(message: str) -> NoReturn:
@@ -342,14 +344,14 @@ def audit(
 ) -> None:
     """Say what of a kernel's numerics its PTX approximates, flushes, rounds or leaves open, with line numbers."""
     from moe_numerics.audit import AuditError, audit_target, render
-    from moe_numerics.devices import VirtualDevice, open_device
+    from moe_numerics.devices import VIRTUAL_TARGETS
     from moe_numerics.virtual_gpu import VirtualGPUError
 
-    opened = open_device(device)
-    if not isinstance(opened, VirtualDevice):
-        _refuse(f"--device {device}: expected virtual:sm_90a or virtual:sm_100a, whose PTX is then audited")
+    kind, _, arch = device.partition(":")
+    if kind != "virtual" or arch not in VIRTUAL_TARGETS:
+        _refuse(f"--device {device}: expected virtual:sm_90a or virtual:sm_100a, for which PTX is then compiled")
     try:
-        audits = audit_target(target, opened.target, profile)
+        audits = audit_target(target, arch, profile)
     except (AuditError, VirtualGPUError) as error:
         _refuse(str(error))
     if as_json:

@@ -115,16 +115,17 @@ KINDS = {"bf16": (16, 2), "f16": (16, 2), "tf32": (8, 4), "e4m3": (32, 1), "e5m2
 BLOCKS = 3
 
 
-def delay(n: int) -> str:
-    """A loop of a length that depends on the block, so that blocks that run together drift apart."""
+def apart(n: int, mma: str) -> str:
+    """The instruction on two paths, one of block 0 and one of the others."""
     return f"""
     mov.u32 %r1, %ctaid.x;
-    xor.b32 %r1, %r1, {n};
-    and.b32 %r1, %r1, 3;
-LATER{n}:
-    sub.u32 %r1, %r1, 1;
-    setp.gt.s32 %more, %r1, 0;
-    @%more bra LATER{n};
+    setp.eq.u32 %more, %r1, 0;
+    @%more bra OTHER{n};
+    {mma}
+    bra JOIN{n};
+OTHER{n}:
+    {mma}
+JOIN{n}:
     """
 
 
@@ -185,10 +186,9 @@ def multiply(
     ld.param.u64 %db, [db];
     wgmma.fence.sync.aligned;
     setp.ne.u32 %p, 0, 0;
-    {delay(0)}
     {mma}
     setp.eq.u32 %p, 0, 0;
-    {chr(10).join((delay(n) if n % 3 == 1 else '') + mma for n in range(1, steps))}
+    {chr(10).join(apart(n, mma) if n % 3 == 1 else mma for n in range(1, steps))}
     wgmma.commit_group.sync.aligned;
     wgmma.wait_group.sync.aligned 0;
     mov.u32 %r1, %ctaid.x;
