@@ -32,7 +32,8 @@ _FLOATS = frozenset({"f16", "f16x2", "bf16", "bf16x2", "f32", "f32x2", "f64"})
 _NARROW = frozenset({"e4m3x2", "e5m2x2", "e2m1x2", "e2m3x2", "e3m2x2", "e2m1x4", "e4m3x4", "e5m2x4", "ue8m0x2", "tf32"})
 _MODES = {
     "rn": "to nearest, ties to even", "rna": "to nearest, ties away from zero", "rz": "towards zero", "rm": "down",
-    "rp": "up", "rs": "stochastically", "rni": "to the nearest integer, ties to even", "rzi": "to an integer, towards zero",
+    "rp": "up", "rs": "stochastically", "rni": "to the nearest integer, ties to even",
+    "rzi": "to an integer, towards zero",
     "rmi": "to an integer, down", "rpi": "to an integer, up",
 }  # fmt: skip
 _ROUNDINGS = frozenset({"rn", "rz", "rm", "rp"})
@@ -125,7 +126,7 @@ def _contractable(kernel: syntax.Kernel) -> Iterator[Note]:
     for instruction in kernel.code:
         if not _unpinned(instruction, ("add", "sub")):
             continue
-        lines = set()
+        lines: set[int] = set()
         for operand in instruction.operands[1:]:
             for register in _registers(operand):
                 lines.update(product.line for product in products(register, set()))
@@ -142,7 +143,7 @@ def _note(kind: str, kernel: syntax.Kernel, instruction: syntax.Instruction, det
 def _rounding(instruction: syntax.Instruction) -> str | None:
     """How a conversion rounds in words, None where nothing can be lost."""
     words = instruction.modifiers
-    types = [w for w in words if w in _FLOATS or w in _NARROW or w[:1] in "us" and w[1:].isdigit()]
+    types = [w for w in words if w in _FLOATS or w in _NARROW or (w[:1] in "us" and w[1:].isdigit())]
     if not any(w in _FLOATS or w in _NARROW for w in types):
         return None
     mode = next((w for w in words if w in _MODES), None)

@@ -367,7 +367,8 @@ def silicon(
         str | None, typer.Option("--device", help="CUDA device; without one, results are replayed.")
     ] = None,
     out: Annotated[
-        FilePath | None, typer.Option(help="Folder for the report, the evidence and the vectors to keep.")
+        FilePath | None,
+        typer.Option(help="Folder for the report and the evidence; on a GPU also for the results to keep."),
     ] = None,
     vectors: Annotated[FilePath | None, typer.Option(help="Folder of captured results to replay.")] = None,
     elements: Annotated[int, typer.Option(min=128, help="Elements of each instruction, a multiple of 128.")] = 32768,
@@ -385,8 +386,6 @@ def silicon(
             name, elements, sweeps, out, lambda line: _console.print(line, markup=False, soft_wrap=True)
         )
     else:
-        if out is not None:
-            _refuse("--out needs a CUDA device: without one, captured results are only replayed")
-        found = replay_all(vectors, lambda line: _console.print(line, markup=False, soft_wrap=True))
+        found = replay_all(vectors, out, lambda line: _console.print(line, markup=False, soft_wrap=True))
     _console.print(summary(found), markup=False, soft_wrap=True)
     raise SystemExit(0 if found.equal else 1)

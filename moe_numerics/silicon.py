@@ -37,6 +37,7 @@ __all__ = [
     "load_evidence",
     "replay",
     "save",
+    "save_replay",
     "silicon_instructions",
 ]
 
@@ -121,8 +122,8 @@ def jobs(count: int, arch: str = ARCH) -> Iterator[_Work]:
     for scene in scenes():
         if arch in scene.targets:
             job = Job(
-                scene.name, scene.ptx(arch), "scene", scene.blocks, scene.threads, scene.inputs, scene.outputs, False, None,
-                scene.cluster,
+                scene.name, scene.ptx(arch), "scene", scene.blocks, scene.threads, scene.inputs, scene.outputs, False,
+                None, scene.cluster,
             )  # fmt: skip
             yield _Work(job, None, scene)
 
@@ -223,7 +224,9 @@ def _kept(work: _Work, silicon: list[Bytes]) -> dict[str, npt.NDArray[Any]]:
     return {f"scene/{name}": words[:: max(1, words.size // SAMPLE)].copy(), f"hash/{name}": digest}
 
 
-def replay(vectors: Mapping[str, npt.NDArray[Any]], names: Callable[[str], bool] = lambda name: True) -> Iterator[Outcome]:
+def replay(
+    vectors: Mapping[str, npt.NDArray[Any]], names: Callable[[str], bool] = lambda name: True
+) -> Iterator[Outcome]:
     """Runs the virtual GPU on what was kept. names: which probes and scenes."""
     runner = VirtualRunner(ARCH)
     for work in jobs(KEPT):
@@ -259,37 +262,54 @@ def save(
     folder: Path, outcomes: Iterable[Outcome], vectors: Mapping[str, npt.NDArray[Any]], environment: Mapping[str, Any],
     sweeps: Sequence[Mapping[str, Any]] = (),
 ) -> None:  # fmt: skip
-    """Writes `report.json`, `evidence.json` and `vectors.npz`."""
-    from moe_numerics.report.atomic import write_files
-
-    listed = list(outcomes)
+    """Writes what a run on a GPU gave: `report.json`, `evidence.json` and `vectors.npz`."""
     report = {
         "schema": SCHEMA,
         "environment": dict(environment),
-        "summary": {
-            "compared": sum(not o.error for o in listed),
-            "elements": sum(o.elements for o in listed),
-            "differing": sum(o.differences > 0 and not o.unmodelled for o in listed),
-            "unmodelled": sum(o.differences > 0 and o.unmodelled for o in listed),
-            "not_run": sum(bool(o.error) for o in listed),
-        },
         "sweeps": [dict(each) for each in sweeps],
-        "outcomes": [asdict(o) for o in listed],
+        "outcomes": [asdict(o) for o in outcomes],
+        "replayed": [],
+    }
+    _write(folder, report)
+    np.savez_compressed(folder / "vectors.npz", allow_pickle=False, **dict(vectors))
+
+
+def save_replay(folder: Path, report: Mapping[str, Any], outcomes: Iterable[Outcome]) -> None:
+    """Adds a replay to the report of a run: what differed in the run counts by the replay of its kept results.
+
+    So an instruction that was corrected after the run has evidence again, of as many elements as were kept.
+    """
+    wrong = {o["name"] for o in report["outcomes"] if o["differences"]}
+    _write(folder, {**report, "replayed": [asdict(o) for o in outcomes if o.name in wrong]})
+
+
+def _write(folder: Path, report: dict[str, Any]) -> None:
+    from moe_numerics.report.atomic import write_files
+
+    replayed = {o["name"]: o for o in report["replayed"]}
+    latest = [replayed.get(o["name"], o) if o["differences"] else o for o in report["outcomes"]]
+    wrong = [o for o in latest if o["differences"]]
+    report["summary"] = {
+        "compared": sum(not o["error"] for o in latest),
+        "elements": sum(o["elements"] for o in latest),
+        "corrected": sum(bool(o["differences"]) for o in report["outcomes"]) - len(wrong),
+        "differing": sum(not o["name"].startswith(UNMODELLED) for o in wrong),
+        "unmodelled": sum(o["name"].startswith(UNMODELLED) for o in wrong),
+        "not_run": sum(bool(o["error"]) for o in latest),
     }
     good: dict[str, int] = {}
-    bad: set[str] = set()
-    for outcome in listed:
-        for name in outcome.instructions:
-            if outcome.equal:
-                good[name] = good.get(name, 0) + outcome.elements
-            elif outcome.differences:
-                bad.add(name)
+    bad = {name for o in wrong for name in o["instructions"]}
+    for outcome in latest:
+        for name in outcome["instructions"]:
+            if name not in bad and not outcome["error"]:
+                good[name] = good.get(name, 0) + outcome["elements"]
+    environment = report["environment"]
     evidence = {
         "schema": SCHEMA,
         "arch": ARCH,
         **{key: environment[key] for key in ("date", "device", "driver") if key in environment},
-        "instructions": {name: good[name] for name in sorted(good) if name not in bad},
-        "swept": {each["instruction"]: each["inputs"] for each in sweeps if each["differences"] == 0},
+        "instructions": {name: good[name] for name in sorted(good)},
+        "swept": {each["instruction"]: each["inputs"] for each in report["sweeps"] if each["differences"] == 0},
         "differing": sorted(bad),
     }
     write_files(
@@ -299,7 +319,6 @@ def save(
             "evidence.json": json.dumps(evidence, indent=1) + "\n",
         },
     )
-    np.savez_compressed(folder / "vectors.npz", **dict(vectors))
 
 
 def load_evidence(folder: Path = VECTORS) -> Mapping[str, Any]:
@@ -334,7 +353,9 @@ def evidence_of(instruction: str, arch: str) -> str:
     if form is None:
         raise ValueError(f"{instruction!r} is no instruction of the virtual GPU")
     if form.features and arch not in form.features:
-        raise ValueError(f"{instruction!r} does not exist on {arch}: expected one of {', '.join(sorted(form.features))}")
+        raise ValueError(
+            f"{instruction!r} does not exist on {arch}: expected one of {', '.join(sorted(form.features))}"
+        )
     if instruction in silicon_instructions(arch):
         return "silicon"
     return form.evidence

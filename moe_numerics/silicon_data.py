@@ -63,7 +63,11 @@ def _f32(seed: int, number: int, count: int) -> Bits:
     low = r.astype(np.uint32)
     sign = (r >> np.uint64(32)).astype(np.uint32) & np.uint32(0x80000000)
     special = np.array(_F32_SPECIAL, np.uint32)[(low % np.uint32(len(_F32_SPECIAL))).astype(np.intp)] | sign
-    near_one = (low & np.uint32(0x007FFFFF)) | (np.uint32(119) + (low >> np.uint32(24)) % np.uint32(17)) << np.uint32(23) | sign
+    near_one = (
+        (low & np.uint32(0x007FFFFF))
+        | (np.uint32(119) + (low >> np.uint32(24)) % np.uint32(17)) << np.uint32(23)
+        | sign
+    )
     tiny = (low & np.uint32(0x007FFFFF)) | ((low >> np.uint32(24)) % np.uint32(4)) << np.uint32(23) | sign
     # A tie: all bits below some position are clear and that bit is set.
     place = (low % np.uint32(23)).astype(np.uint32)
@@ -87,7 +91,9 @@ def _f64(seed: int, number: int, count: int) -> Bits:
          0x7FEFFFFFFFFFFFFF, 0x7FF0000000000000, 0x7FF8000000000000, 0x7FF0000000000001, 0x7FFFFFFFFFFFFFFF],
         np.uint64,
     )[(r % np.uint64(12)).astype(np.intp)] | (r & np.uint64(1 << 63))  # fmt: skip
-    around_one = (r & np.uint64((1 << 52) - 1)) | (np.uint64(1013) + (r >> np.uint64(53)) % np.uint64(20)) << np.uint64(52)
+    around_one = (r & np.uint64((1 << 52) - 1)) | (np.uint64(1013) + (r >> np.uint64(53)) % np.uint64(20)) << np.uint64(
+        52
+    )
     half = wide ^ np.uint64(0x10000000)
     return np.choose(
         kind.astype(np.intp), [special, r, around_one | (r & np.uint64(1 << 63)), wide, half, wide ^ np.uint64(1)]
@@ -118,9 +124,9 @@ def _half(name: str) -> Callable[[int, int, int], Bits]:
 
 def _pair(name: str) -> Callable[[int, int, int], Bits]:
     draw = _half(name)
-    return lambda seed, number, count: draw(seed, number, count).astype(np.uint32) | draw(
-        seed, number + 16, count
-    ).astype(np.uint32) << np.uint32(16)
+    return lambda seed, number, count: (
+        draw(seed, number, count).astype(np.uint32) | draw(seed, number + 16, count).astype(np.uint32) << np.uint32(16)
+    )
 
 
 def _integer(bits: int) -> Callable[[int, int, int], Bits]:
@@ -169,7 +175,9 @@ def _uniform(values: int) -> Callable[[int, int, int], Bits]:
         warp = np.arange(count) // 32
         same = mix(warp.astype(np.uint64) ^ np.uint64(seed)) % np.uint64(4) == 0
         each = (r % np.uint64(values)).astype(np.uint32)
-        return np.where(same, (mix(warp.astype(np.uint64)) % np.uint64(values)).astype(np.uint32), each).astype(np.uint32)
+        return np.where(same, (mix(warp.astype(np.uint64)) % np.uint64(values)).astype(np.uint32), each).astype(
+            np.uint32
+        )
 
     return draw
 
@@ -191,7 +199,7 @@ def _clamp(seed: int, number: int, count: int) -> Bits:
 
 
 def _fragment(name: str) -> Callable[[int, int, int], Bits]:
-    """Words of matrix operands of a moderate range, so that sums neither vanish nor overflow; some words are specials."""
+    """Words of matrix operands of a moderate range, so that sums neither vanish nor overflow."""
 
     def draw(seed: int, number: int, count: int) -> Bits:
         r = _stream(seed, number, count, 14)

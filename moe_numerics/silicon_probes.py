@@ -105,9 +105,7 @@ def _float32() -> Iterator[Probe]:
     yield from _split("edge.fma.f32", edge, edges)
     for op in ("fma", "mad"):
         yield from _split(f"{op}.f32", _named(_join([op], _ROUNDED, _FTZ, _SAT, [".f32"]), "f32", 3), ("f32",) * 3)
-    yield from _split(
-        "div.f32", _named(_join(["div"], (*_ROUNDED, ".approx", ".full"), _FTZ, [".f32"]), "f32", 2), two
-    )
+    yield from _split("div.f32", _named(_join(["div"], (*_ROUNDED, ".approx", ".full"), _FTZ, [".f32"]), "f32", 2), two)
     unary = _join(("rcp", "sqrt"), _ROUNDED, _FTZ, [".f32"]) + _join(("neg", "abs"), _FTZ, [".f32"])
     yield from _split("unary.f32", _named(unary, "f32", 1), ("f32",))
     extremes = _join(("min", "max"), _FTZ, ("", ".NaN"), ("", ".xorsign.abs"), [".f32"])
@@ -133,7 +131,9 @@ def _half() -> Iterator[Probe]:
         ftz = _FTZ if kind.startswith("f") else ("",)
         sat = _SAT if kind.startswith("f") else ("",)
         yield from _split(
-            f"arithmetic.{kind}", _named(_join(("add", "sub", "mul"), ("", ".rn"), ftz, sat, end), register, 2), (kind,) * 2
+            f"arithmetic.{kind}",
+            _named(_join(("add", "sub", "mul"), ("", ".rn"), ftz, sat, end), register, 2),
+            (kind,) * 2,
         )
         saturating = _join(["fma.rn"], ftz, sat, end) + _join(["fma.rn"], ftz, [".relu"], end)
         yield from _split(f"fma.{kind}", _named(saturating, register, 3), (kind,) * 3)
@@ -204,7 +204,9 @@ def _integers() -> Iterator[Probe]:
         yield from _split(f"mul24.{kind}", _named(names[:2], kind, 2) + _named(names[2:], kind, 3), (kind,) * 3)
     for bits in (16, 32, 64):
         kind = f"b{bits}"
-        yield from _split(f"logic.{kind}", _named([f"{op}.{kind}" for op in ("and", "or", "xor")], kind, 2), (kind,) * 2)
+        yield from _split(
+            f"logic.{kind}", _named([f"{op}.{kind}" for op in ("and", "or", "xor")], kind, 2), (kind,) * 2
+        )
         yield from _split(f"invert.{kind}", _named([f"not.{kind}", f"cnot.{kind}"], kind, 1), (kind,))
         yield from _split(f"shift.{kind}", _named([f"shl.{kind}", f"shr.{kind}"], kind, 2), (kind, "u32:shift"))
         if bits > 16:
@@ -227,12 +229,16 @@ def _integers() -> Iterator[Probe]:
     for left, right in product(types, types):
         names = [f"dp4a.{left}.{right}", *_join(["dp2a"], (".lo", ".hi"), [f".{left}.{right}"])]
         yield from _split(f"dp.{left}.{right}", _named(names, "b32", 3), ("b32",) * 3)
-    yield from _split("szext", _named(_join(["szext"], (".clamp", ".wrap"), (".u32", ".s32")), "b32", 2), ("u32", "u32:shift"))
+    yield from _split(
+        "szext", _named(_join(["szext"], (".clamp", ".wrap"), (".u32", ".s32")), "b32", 2), ("u32", "u32:shift")
+    )
     yield from _split("bmsk", _named(_join(["bmsk"], (".clamp", ".wrap"), [".b32"]), "b32", 2), ("u32:shift",) * 2)
     pairs = _join(("add", "min", "max"), (".u16x2", ".s16x2"))
     yield from _split("binary.16x2", _named(pairs, "b32", 2), ("b32",) * 2)
     for kind in ("u32", "s32", "u64", "s64"):
-        text = f"add.cc.{kind} {{d}}, {{a}}, {{b}}; addc.cc.{kind} {{e}}, {{b}}, {{a}}; addc.{kind} {{f}}, {{a}}, {{a}};"
+        text = (
+            f"add.cc.{kind} {{d}}, {{a}}, {{b}}; addc.cc.{kind} {{e}}, {{b}}, {{a}}; addc.{kind} {{f}}, {{a}}, {{a}};"
+        )
         lines = [Line(t, (kind,) * 3) for t in (text, text.replace("add", "sub"))]
         yield from _split(f"carry.{kind}", lines, (kind,) * 2)
 
@@ -269,7 +275,9 @@ def _conversions() -> Iterator[Probe]:
     lines = [
         Line(f"cvt{name} {{d}}, {{a}};", (target,))
         for target in ("f32", "f16", "bf16")
-        for name in _join(_ROUNDED, _FTZ if target == "f32" else ("",), _SAT if target == "f32" else ("",), [f".{target}.f64"])
+        for name in _join(
+            _ROUNDED, _FTZ if target == "f32" else ("",), _SAT if target == "f32" else ("",), [f".{target}.f64"]
+        )
     ]
     yield from _split("cvt.f64", lines, ("f64",))
     yield from _split("edge.cvt.f64", [line for line in lines if ".f32.f64" in line.text], ("f64:edge",))
@@ -279,7 +287,10 @@ def _conversions() -> Iterator[Probe]:
             Line(f"cvt{name} {{d}}, {{a}};", (target,))
             for name in _join((".rn", ".rz"), _RELU, ("", ".satfinite"), [f".{target}.f32"])
         ]
-    lines += [Line(f"cvt{name} {{d}}, {{a}};", ("f16",)) for name in _join((".rn", ".rz", ".rm", ".rp"), _FTZ, _SAT, [".f16.f32"])]
+    lines += [
+        Line(f"cvt{name} {{d}}, {{a}};", ("f16",))
+        for name in _join((".rn", ".rz", ".rm", ".rp"), _FTZ, _SAT, [".f16.f32"])
+    ]
     lines += [Line(f"cvt.{rnd}.bf16.f32 {{d}}, {{a}};", ("bf16",)) for rnd in ("rm", "rp")]
     yield from _split("cvt.half.f32", _distinct(lines), ("f32",))
     lines = _named(
@@ -291,9 +302,13 @@ def _conversions() -> Iterator[Probe]:
     lines += _named(_join(["cvt.rn.satfinite"], _RELU, (".e4m3x2.f32", ".e5m2x2.f32")), "b16", 2)
     yield from _split("cvt.pairs", lines, ("f32",) * 2)
     yield from _split(
-        "cvt.fp8.f16x2", _named(_join(["cvt.rn.satfinite"], _RELU, (".e4m3x2.f16x2", ".e5m2x2.f16x2")), "b16", 1), ("f16x2",)
+        "cvt.fp8.f16x2",
+        _named(_join(["cvt.rn.satfinite"], _RELU, (".e4m3x2.f16x2", ".e5m2x2.f16x2")), "b16", 1),
+        ("f16x2",),
     )
-    yield from _split("cvt.f16x2.fp8", _named(_join(["cvt.rn"], _RELU, (".f16x2.e4m3x2", ".f16x2.e5m2x2")), "b32", 1), ("b16",))
+    yield from _split(
+        "cvt.f16x2.fp8", _named(_join(["cvt.rn"], _RELU, (".f16x2.e4m3x2", ".f16x2.e5m2x2")), "b32", 1), ("b16",)
+    )
     packed = _named(_join(["cvt.pack.sat"], (".u16", ".s16"), [".s32"]), "b32", 2)
     packed += _named(_join(["cvt.pack.sat"], (".u8", ".s8"), [".s32.b32"]), "b32", 3)
     yield from _split("cvt.pack", packed, ("s32", "s32", "b32"))
@@ -348,9 +363,7 @@ def _warps() -> Iterator[Probe]:
         yield from _split(f"redux{name}", lines, ("b32", *more))
         yield from _split(f"elect{name}", [Line(f"elect.sync {{d}}|{{e}}, {mask};", ("b32", "pred"))], ("b32", *more))
     yield from _split("activemask", [Line("activemask.b32 {d};", ("b32",))], ("b32",))
-    yield from _split(
-        "movmatrix", [Line("movmatrix.sync.aligned.m8n8.trans.b16 {d}, {a};", ("b32",))], ("b32",)
-    )
+    yield from _split("movmatrix", [Line("movmatrix.sync.aligned.m8n8.trans.b16 {d}, {a};", ("b32",))], ("b32",))
 
 
 def _products() -> Iterator[Probe]:
@@ -368,7 +381,8 @@ def _products() -> Iterator[Probe]:
             letters = "abcghijklmnopqrstuvwxyz"
             taken = iter(letters)
             groups = [
-                "{{" + ", ".join(f"{{{next(taken)}}}" for _ in range(size)) + "}}" for size in (left, right, accumulators)
+                "{{" + ", ".join(f"{{{next(taken)}}}" for _ in range(size)) + "}}"
+                for size in (left, right, accumulators)
             ]
             results = "{{" + ", ".join(f"{{{'def'[n] if n < 3 else f'd{n}'}}}" for n in range(accumulators)) + "}}"
             c = "f16" if half else "f32"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections import defaultdict
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from moe_numerics.devices import DeviceError, open_device
-from moe_numerics.silicon import ARCH, VECTORS, Outcome, capture, load_evidence, replay, save
+from moe_numerics.silicon import ARCH, VECTORS, Outcome, capture, load_evidence, replay, save, save_replay
 from moe_numerics.silicon_runners import CudaRunner, SiliconError
 from moe_numerics.silicon_sweeps import Sweep, sweep_all
 
@@ -64,7 +65,9 @@ def capture_all(device: str, elements: int, sweeps: bool, out: Path | None, say:
     open_device(device)
     capability = torch.cuda.get_device_capability(torch.device(device))
     if capability != (9, 0):
-        raise DeviceError(f"{device} has compute capability {capability[0]}.{capability[1]}: this comparison is of {ARCH}")
+        raise DeviceError(
+            f"{device} has compute capability {capability[0]}.{capability[1]}: this comparison is of {ARCH}"
+        )
     swept: list[Sweep] = []
     if sweeps:
         for sweep in sweep_all(CudaRunner(device), ARCH):
@@ -79,8 +82,11 @@ def capture_all(device: str, elements: int, sweeps: bool, out: Path | None, say:
     return Found(tuple(outcomes), tuple(swept))
 
 
-def replay_all(folder: Path | None, say: Say) -> Found:
-    """Replays captured results on the virtual GPU. DeviceError: there are none."""
+def replay_all(folder: Path | None, out: Path | None, say: Say) -> Found:
+    """Replays captured results on the virtual GPU and, with `out`, writes the report with what the replay gave.
+
+    DeviceError: there are none.
+    """
     where = folder or VECTORS
     if not (where / "vectors.npz").exists():
         raise DeviceError(f"{where} has no vectors.npz: give --vectors a folder that `silicon --device cuda` wrote")
@@ -91,7 +97,10 @@ def replay_all(folder: Path | None, say: Say) -> Found:
     )
     with np.load(where / "vectors.npz") as file:
         vectors = {name: file[name] for name in file.files}
-    return Found(tuple(replay(vectors)), ())
+    found = Found(tuple(replay(vectors)), ())
+    if out is not None:
+        save_replay(out, json.loads((where / "report.json").read_text(encoding="utf-8")), found.outcomes)
+    return found
 
 
 def summary(found: Found) -> str:

@@ -84,7 +84,9 @@ class CudaRunner:
         key = (ptx, kernel)
         if key not in self._loaded:
             module = _checked(driver.cuModuleLoadData(ptx.encode() + b"\0"), "loading the PTX")
-            self._loaded[key] = _checked(driver.cuModuleGetFunction(module, kernel.encode()), f"finding kernel {kernel}")
+            self._loaded[key] = _checked(
+                driver.cuModuleGetFunction(module, kernel.encode()), f"finding kernel {kernel}"
+            )
         return self._loaded[key]
 
     def launch(self, ptx: str, kernel: str, blocks: int, threads: int, args: Sequence[torch.Tensor | int]) -> None:
@@ -97,7 +99,9 @@ class CudaRunner:
         kinds = tuple(ctypes.c_void_p if isinstance(arg, torch.Tensor) else ctypes.c_uint32 for arg in args)
         stream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
         _checked(
-            driver.cuLaunchKernel(self.function(ptx, kernel), blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0),
+            driver.cuLaunchKernel(
+                self.function(ptx, kernel), blocks, 1, 1, threads, 1, 1, 0, stream, (values, kinds), 0
+            ),
             f"launching {kernel}",
         )
 

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from moe_numerics.silicon_data import operand, operands
+from moe_numerics.silicon_data import operand
 
 __all__ = ["Scene", "header", "scenes"]
 
@@ -64,136 +64,8 @@ def header(target: str) -> str:
     return f".version 8.7\n.target {target}\n.address_size 64\n"
 
 
-def _bytes(array: npt.NDArray[np.generic]) -> Bytes:
+def as_bytes(array: npt.NDArray[np.generic]) -> Bytes:
     return np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-
-
-_REGISTER = {1: "b16", 2: "b16", 4: "b32", 8: "b64"}
-
-
-def _width(kind: str) -> int:
-    return 4 if kind.endswith("16x2") else int("".join(c for c in kind if c.isdigit())) // 8
-
-
-def _atomic(op: str, kind: str, space: str, returns: bool) -> Scene:
-    """Every thread on a cell of its own: the value found and the value left."""
-    size = _width(kind)
-    bits = f"b{8 * size}"
-    end = f"{'.noftz' if '16' in kind and kind[0] in 'fb' and op != 'cas' else ''}.{kind}"
-    name = f"{'atom' if returns else 'red'}.{space}.{op}{end}"
-    count = 1024
-    kinds = (kind,) * (3 if op == "cas" else 2)
-    values = operands(kinds, count, seed=5)
-    sources = "%v1, %v2" if op == "cas" else "%v1"
-    at = "%cell" if space == "global" else "%s"
-    registers = f".reg .{bits} %v<3>, %old, %now; .reg .b64 %cell, %at<4>;"
-    offset = "\n    ".join(
-        f"mad.wide.u32 %at{n}, %i, {size}, %p{n}; ld.global.{bits} %v{n}, [%at{n}];" for n in range(len(kinds))
-    )
-    base = len(kinds)
-    inside = f"st.{space}.{bits} [{at}], %v0;"
-    operation = f"{name} {'%old, ' if returns else ''}[{at}], {sources};"
-    body = f"""
-    {offset}
-    mad.wide.u32 %cell, %i, {size}, %p{base + 1};
-    mov.u32 %s, cells; mad.lo.u32 %s, %t, {size}, %s;
-    mov.{bits} %old, 0;
-    {inside}
-    {operation}
-    ld.{space}.{bits} %now, [{at}];
-    st.global.{bits} [%cell], %now;
-    mad.wide.u32 %at3, %i, {size}, %p{base}; st.global.{bits} [%at3], %old;
-    """
-    return Scene(
-        f"{name}", body, (name,), tuple(_bytes(v) for v in values), (count * size,) * 2, 128, count // 128,
-        registers=registers, module=f".shared .align 8 .b8 cells[{128 * size}];",
-    )  # fmt: skip
-
-
-def _atomics() -> Iterator[Scene]:
-    integer = [(op, kind) for op in ("add", "min", "max") for kind in ("u32", "s32", "u64", "s64")]
-    integer.remove(("add", "s64"))
-    logic = [(op, kind) for op in ("and", "or", "xor", "exch") for kind in ("b32", "b64")]
-    counters = [("inc", "u32"), ("dec", "u32")]
-    swaps = [("cas", kind) for kind in ("b16", "b32", "b64")]
-    floats = [("add", kind) for kind in ("f32", "f64", "f16", "bf16", "f16x2", "bf16x2")]
-    for space in ("global", "shared"):
-        for op, kind in (*integer, *logic, *counters, *swaps, *floats):
-            yield _atomic(op, kind, space, True)
-            if op not in ("exch", "cas"):
-                yield _atomic(op, kind, space, False)
-    for op, kind in product(("min", "max"), ("f16", "bf16", "f16x2", "bf16x2")):
-        yield _atomic_vector(op, kind, 2, True)
-        yield _atomic_vector(op, kind, 2, False)
-    for kind, counts in (("f32", (2, 4)), ("f16x2", (2, 4)), ("bf16x2", (2, 4)), ("f16", (4, 8)), ("bf16", (4, 8))):
-        for count in counts:
-            yield _atomic_vector("add", kind, count, True)
-            yield _atomic_vector("add", kind, count, False)
-
-
-def _atomic_vector(op: str, kind: str, width: int, returns: bool) -> Scene:
-    size = _width(kind)
-    bits = f"b{8 * size}"
-    vector = f".v{width}"
-    end = f"{'.noftz' if kind != 'f32' else ''}{vector}.{kind}"
-    if kind == "f32":
-        end = f"{vector}.f32"
-    name = f"{'atom' if returns else 'red'}.global.{op}{end}"
-    count = 512
-    cells, values = operands((kind, kind), count * width, seed=6)
-    registers = f".reg .{bits} %v<{width}>, %o<{width}>, %n<{width}>; .reg .b64 %cell, %at<3>;"
-    each = range(width)
-    loads = "\n    ".join(f"ld.global.{bits} %v{k}, [%at1+{k * size}]; ld.global.{bits} %n{k}, [%at0+{k * size}];" for k in each)
-    copies = "\n    ".join(f"st.global.{bits} [%cell+{k * size}], %n{k}; mov.{bits} %o{k}, 0;" for k in each)
-    outs = "\n    ".join(f"st.global.{bits} [%at2+{k * size}], %o{k};" for k in each)
-    found = f"{{{', '.join(f'%o{k}' for k in each)}}}, " if returns else ""
-    step = size * width
-    body = f"""
-    mad.wide.u32 %at0, %i, {step}, %p0; mad.wide.u32 %at1, %i, {step}, %p1;
-    mad.wide.u32 %at2, %i, {step}, %p2; mad.wide.u32 %cell, %i, {step}, %p3;
-    {loads}
-    {copies}
-    {name} {found}[%cell], {{{", ".join(f"%v{k}" for k in each)}}};
-    {outs}
-    """
-    return Scene(
-        name, body, (name,), (_bytes(cells), _bytes(values)), (count * step,) * 2, 128, count // 128, registers=registers
-    )
-
-
-def _contended() -> Iterator[Scene]:
-    """All threads on five cells: the sums of integers do not depend on the order."""
-    cells = operand("b32:few", 0, 1024)
-    values = operand("u32", 1, 1024)
-    for name in ("red.global.add.u32", "red.global.max.u32", "red.global.xor.b32", "red.shared.add.u32"):
-        shared = ".shared." in name
-        at = "%s" if shared else "%cell"
-        body = f"""
-        mad.wide.u32 %at0, %i, 4, %p0; mad.wide.u32 %at1, %i, 4, %p1;
-        ld.global.b32 %n, [%at0]; ld.global.b32 %v, [%at1];
-        mad.wide.u32 %cell, %n, 4, %p2;
-        mov.u32 %s, cells;
-        setp.lt.u32 %q, %t, 8;
-        mad.lo.u32 %k, %t, 4, %s;
-        @%q st.shared.b32 [%k], 0;
-        bar.sync 0;
-        mad.lo.u32 %s, %n, 4, %s;
-        {name} [{at}], %v;
-        bar.sync 0;
-        """
-        if shared:
-            body += """
-        @!%q bra LEAVE;
-        ld.shared.b32 %v, [%k];
-        mad.wide.u32 %cell, %t, 4, %p2;
-        red.global.add.u32 [%cell], %v;
-        LEAVE:
-        """
-        yield Scene(
-            f"contended.{name}", body, (name, "bar.sync"), (_bytes(cells), _bytes(values)), (32,), 128, 8,
-            registers=".reg .b32 %n, %v, %k; .reg .pred %q; .reg .b64 %cell, %at<2>;",
-            module=".shared .align 8 .b8 cells[64];",
-        )  # fmt: skip
 
 
 def _tiles() -> Iterator[Scene]:
@@ -219,13 +91,11 @@ def _tiles() -> Iterator[Scene]:
         {load} {registers}, [%row];
         mad.wide.u32 %at0, %t, 16, %p2; st.global.v4.b32 [%at0], {{%r0, %r1, %r2, %r3}};
         """
-        options = {
-            "registers": ".reg .b32 %r<4>, %row, %k; .reg .b64 %at<2>;",
-            "module": ".shared .align 128 .b8 tile[2048];",
-        }
-        inputs = (_bytes(words), _bytes(rows))
+        declared = ".reg .b32 %r<4>, %row, %k; .reg .b64 %at<2>;"
+        tile = ".shared .align 128 .b8 tile[2048];"
+        inputs = (as_bytes(words), as_bytes(rows))
         shown = (load, "st.shared.v4.b32", "ld.global.v4.b32", "st.global.v4.b32", "bar.warp.sync")
-        yield Scene(load, body, shown, inputs, (2048,), **options)
+        yield Scene(load, body, shown, inputs, (2048,), registers=declared, module=tile)
         store = f"stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16"
         body = f"""{common}
         st.shared.v4.b32 [%k], {{0, 0, 0, 0}};
@@ -235,7 +105,7 @@ def _tiles() -> Iterator[Scene]:
         ld.shared.v4.b32 {{%r0, %r1, %r2, %r3}}, [%k];
         mad.wide.u32 %at0, %t, 16, %p2; st.global.v4.b32 [%at0], {{%r0, %r1, %r2, %r3}};
         """
-        yield Scene(store, body, (store, "ld.shared.v4.b32"), inputs, (2048,), **options)
+        yield Scene(store, body, (store, "ld.shared.v4.b32"), inputs, (2048,), registers=declared, module=tile)
 
 
 def _barriers() -> Iterator[Scene]:
@@ -260,7 +130,7 @@ def _barriers() -> Iterator[Scene]:
         "barrier.reductions", body,
         ("bar.red.popc.u32", "bar.red.and.pred", "bar.red.or.pred", "barrier.cta.red.popc.u32", "barrier.cta.sync",
          "barrier.sync.aligned", "bar.cta.sync", "barrier.cta.sync.aligned"),
-        (_bytes(operand("u32", 0, 512)),), (512 * 16,), 128, 4,
+        (as_bytes(operand("u32", 0, 512)),), (512 * 16,), 128, 4,
         registers=".reg .b32 %r<4>, %v, %n; .reg .pred %q, %a, %half; .reg .b64 %at;",
     )  # fmt: skip
     body = """
@@ -278,7 +148,8 @@ def _barriers() -> Iterator[Scene]:
     mad.wide.u32 %at, %i, 4, %p1; st.global.b32 [%at], %v;
     """
     yield Scene(
-        "barrier.producer_consumer", body, ("bar.arrive", "bar.sync"), (_bytes(operand("u32", 0, 256)),), (1024,), 128, 2,
+        "barrier.producer_consumer", body, ("bar.arrive", "bar.sync"),
+        (as_bytes(operand("u32", 0, 256)),), (1024,), 128, 2,
         registers=".reg .b32 %v, %k; .reg .pred %q; .reg .b64 %at;", module=".shared .align 8 .b8 cells[512];",
     )  # fmt: skip
 
@@ -292,7 +163,7 @@ _WAIT = """
 
 def _copies() -> Iterator[Scene]:
     """Asynchronous copies into shared memory and out of it."""
-    data = _bytes(operand("u32", 0, 1024))
+    data = as_bytes(operand("u32", 0, 1024))
     for op, size in (("ca", 4), ("ca", 8), ("ca", 16), ("cg", 16)):
         name = f"cp.async.{op}.shared.global"
         body = f"""
@@ -317,7 +188,8 @@ def _copies() -> Iterator[Scene]:
             (128 * size,), registers=".reg .b32 %k, %n, %v; .reg .pred %q; .reg .b64 %at;",
             module=".shared .align 128 .b8 tile[2048];",
         )  # fmt: skip
-    body = """
+    body = (
+        """
     mov.u32 %s, tile; mov.u32 %bar, barrier;
     setp.ne.u32 %other, %t, 0;
     @%other bra READY;
@@ -327,7 +199,9 @@ def _copies() -> Iterator[Scene]:
     cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%s], [%p0], 2048, [%bar];
     READY:
     bar.sync 0;
-    """ + _WAIT.format(label="WAIT", parity=0) + """
+    """
+        + _WAIT.format(label="WAIT", parity=0)
+        + """
     mad.lo.u32 %k, %t, 16, %s;
     ld.shared.v4.b32 {%r0, %r1, %r2, %r3}, [%k];
     add.u32 %r0, %r0, 1;
@@ -341,9 +215,11 @@ def _copies() -> Iterator[Scene]:
     mbarrier.inval.shared::cta.b64 [%bar];
     LEAVE:
     """
+    )
     yield Scene(
         "cp.async.bulk", body,
-        ("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes", "cp.async.bulk.global.shared::cta.bulk_group",
+        ("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes",
+         "cp.async.bulk.global.shared::cta.bulk_group",
          "cp.async.bulk.commit_group", "cp.async.bulk.wait_group", "mbarrier.init.shared::cta.b64",
          "mbarrier.arrive.expect_tx.shared::cta.b64", "mbarrier.try_wait.parity.shared::cta.b64",
          "mbarrier.inval.shared::cta.b64", "fence.mbarrier_init.release.cluster", "fence.proxy.async.shared::cta"),
@@ -351,9 +227,11 @@ def _copies() -> Iterator[Scene]:
         module=".shared .align 128 .b8 tile[2048]; .shared .align 8 .b8 barrier[8];",
     )  # fmt: skip
 
+
 def _mbarriers() -> Iterator[Scene]:
     """Phases: every thread arrives, a late arrival and a drop decide when the phase ends."""
-    body = """
+    body = (
+        """
     mov.u32 %bar, barrier;
     setp.ne.u32 %other, %t, 0;
     @%other bra READY;
@@ -368,21 +246,27 @@ def _mbarriers() -> Iterator[Scene]:
     setp.lt.u32 %half, %t, 64;
     @%half mbarrier.arrive.shared::cta.b64 %state, [%bar];
     @!%half mbarrier.arrive_drop.shared::cta.b64 %state, [%bar];
-    """ + _WAIT.format(label="WAIT0", parity=0) + """
+    """
+        + _WAIT.format(label="WAIT0", parity=0)
+        + """
     bar.sync 0;
     mbarrier.test_wait.parity.shared::cta.b64 %q, [%bar], 0;
     selp.b32 %r2, 1, 0, %q;
     bar.sync 0;
     @%half mbarrier.arrive.shared::cta.b64 _, [%bar];
-    """ + _WAIT.format(label="WAIT1", parity=1) + """
+    """
+        + _WAIT.format(label="WAIT1", parity=1)
+        + """
     bar.sync 0;
     mbarrier.test_wait.parity.shared::cta.b64 %q, [%bar], 1;
     selp.b32 %r3, 1, 0, %q;
     mad.wide.u32 %at, %t, 16, %p1; st.global.v4.b32 [%at], {%r0, %r1, %r2, %r3};
     """
+    )
     yield Scene(
         "mbarrier.phases", body,
-        ("mbarrier.init.shared::cta.b64", "mbarrier.test_wait.parity.shared::cta.b64", "mbarrier.arrive.shared::cta.b64",
+        ("mbarrier.init.shared::cta.b64", "mbarrier.test_wait.parity.shared::cta.b64",
+         "mbarrier.arrive.shared::cta.b64",
          "mbarrier.arrive_drop.shared::cta.b64", "mbarrier.try_wait.parity.shared::cta.b64"),
         (np.zeros(16, np.uint8),), (2048,),
         registers=".reg .b32 %bar, %r<4>; .reg .b64 %at, %state; .reg .pred %q, %other, %half;",
@@ -392,7 +276,8 @@ def _mbarriers() -> Iterator[Scene]:
 
 def _clusters() -> Iterator[Scene]:
     """Two blocks read each other's shared memory and complete each other's barrier."""
-    body = """
+    body = (
+        """
     mov.u32 %s, cells; mad.lo.u32 %k, %t, 4, %s; mov.u32 %bar, barrier;
     mad.wide.u32 %at, %i, 4, %p0; ld.global.b32 %v, [%at];
     mov.u32 %rank, %cluster_ctarank; xor.b32 %peer, %rank, 1;
@@ -412,19 +297,22 @@ def _clusters() -> Iterator[Scene]:
     add.u32 %far, %far, 512;
     st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%far], %v, [%farbar];
     getctarank.shared::cluster.u32 %r2, %far;
-    """ + _WAIT.format(label="WAIT", parity=0) + """
+    """
+        + _WAIT.format(label="WAIT", parity=0)
+        + """
     ld.shared.b32 %r1, [%k+512];
     mov.u32 %r3, %cluster_nctarank;
     mad.wide.u32 %at, %i, 16, %p1; st.global.v4.b32 [%at], {%r0, %r1, %r2, %r3};
     barrier.cluster.arrive.aligned;
     barrier.cluster.wait.aligned;
     """
+    )
     yield Scene(
         "cluster", body,
         ("barrier.cluster.arrive.release.aligned", "barrier.cluster.wait.acquire.aligned", "mapa.shared::cluster.u32",
          "ld.shared::cluster.b32", "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32",
          "getctarank.shared::cluster.u32"),
-        (_bytes(operand("u32", 0, 512)),), (512 * 16,), 128, 4, 2,
+        (as_bytes(operand("u32", 0, 512)),), (512 * 16,), 128, 4, 2,
         registers=".reg .b32 %k, %v, %bar, %rank, %peer, %far, %farbar, %r<4>; .reg .b64 %at; .reg .pred %q, %other;",
         module=".shared .align 8 .b8 cells[1024]; .shared .align 8 .b8 barrier[8];",
     )  # fmt: skip
@@ -435,7 +323,7 @@ _LOADED = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b
 
 def _loads() -> Iterator[Scene]:
     """Loads and stores of every width and sign, in global, shared and generic addresses."""
-    data = _bytes(operand("u64", 0, 512))
+    data = as_bytes(operand("u64", 0, 512))
     for space in ("global", "shared", "local", "generic"):
         lines, names = [], []
         dotted = "" if space == "generic" else f".{space}"
@@ -467,14 +355,16 @@ def _loads() -> Iterator[Scene]:
         """
         yield Scene(
             f"memory.{space}", body, (*names, "cvta.shared.u64"), (data[:2048],), (128 * 128, 2048),
-            registers=".reg .b16 %h; .reg .b32 %k, %v, %w, %x, %y; .reg .b64 %src, %at, %out, %l, %g, %d, %e; .local .align 16 .b8 frame[32];",
+            registers=".reg .b16 %h; .reg .b32 %k, %v, %w, %x, %y; "
+            ".reg .b64 %src, %at, %out, %l, %g, %d, %e; .local .align 16 .b8 frame[32];",
             module=".shared .align 128 .b8 cells[2048];",
         )  # fmt: skip
 
 
 def _addresses() -> Iterator[Scene]:
     """Generic addresses of every space, there and back."""
-    body = """
+    body = (
+        """
     mad.wide.u32 %src, %t, 4, %p0; ld.global.b32 %v, [%src];
     mov.u32 %s, cells; mad.lo.u32 %k, %t, 4, %s; cvt.u64.u32 %a, %k; mov.u64 %l, frame;
     mad.wide.u32 %out, %t, 32, %p1;
@@ -485,17 +375,20 @@ def _addresses() -> Iterator[Scene]:
     cvta.to.local.u64 %b, %h; ld.local.b32 %r3, [%b];
     cvta.to.global.u64 %b, %src; ld.global.b32 %r4, [%b]; cvta.global.u64 %b, %b; ld.b32 %r5, [%b];
     mov.b32 %r6, 0;
-    """ + "".join(
-        f"isspacep.{space} %q, {register}; selp.b32 %n, {1 << bit}, 0, %q; or.b32 %r6, %r6, %n;\n    "
-        for bit, (space, register) in enumerate(product(("global", "shared", "local"), ("%g", "%h", "%src")))
-    ) + """
+    """
+        + "".join(
+            f"isspacep.{space} %q, {register}; selp.b32 %n, {1 << bit}, 0, %q; or.b32 %r6, %r6, %n;\n    "
+            for bit, (space, register) in enumerate(product(("global", "shared", "local"), ("%g", "%h", "%src")))
+        )
+        + """
     st.global.v4.b32 [%out], {%r0, %r1, %r2, %r3}; st.global.v4.b32 [%out+16], {%r4, %r5, %r6, %v};
     """
+    )
     yield Scene(
         "memory.addresses", body,
         ("cvta.shared.u64", "cvta.to.shared.u64", "cvta.local.u64", "cvta.to.local.u64", "cvta.global.u64",
          "cvta.to.global.u64", "isspacep.global", "isspacep.shared", "isspacep.local"),
-        (_bytes(operand("u32", 0, 128)),), (128 * 32,),
+        (as_bytes(operand("u32", 0, 128)),), (128 * 32,),
         registers=".reg .b32 %k, %v, %n, %r<7>; .reg .b64 %src, %out, %a, %b, %g, %h, %l; .reg .pred %q; "
         ".local .align 16 .b8 frame[32];",
         module=".shared .align 128 .b8 cells[512];",
@@ -504,7 +397,8 @@ def _addresses() -> Iterator[Scene]:
 
 def scenes() -> tuple[Scene, ...]:
     """Every scene, in a fixed order."""
+    from moe_numerics.silicon_atomics import atomics
     from moe_numerics.silicon_wgmma import products
 
-    families = (_loads, _addresses, _barriers, _mbarriers, _copies, _clusters, _tiles, _contended, _atomics)
-    return (*(scene for family in families for scene in family()), *products())
+    families = (_loads, _addresses, _barriers, _mbarriers, _copies, _clusters, _tiles, atomics, products)
+    return tuple(scene for family in families for scene in family())

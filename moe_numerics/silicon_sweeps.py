@@ -17,8 +17,8 @@ __all__ = ["Launcher", "Sweep", "instructions", "seeded_reciprocal", "sweep_all"
 
 CHUNK = 1 << 26
 _SEEDED = (
-    ".reg .b32 %y, %minus, %e; rcp.approx.ftz.f32 %y, {a0}; neg.f32 %minus, {a0}; fma.rn.f32 %e, %minus, %y, 0f3F800000; "
-    "fma.rn.f32 {d0}, %y, %e, %y; rcp.rn.f32 {d1}, {a0};"
+    ".reg .b32 %y, %minus, %e; rcp.approx.ftz.f32 %y, {a0}; neg.f32 %minus, {a0}; "
+    "fma.rn.f32 %e, %minus, %y, 0f3F800000; fma.rn.f32 {d0}, %y, %e, %y; rcp.rn.f32 {d1}, {a0};"
 )
 _HALF_NAMES = {"ex2.f16": "ex2.approx.f16", "ex2.bf16": "ex2.approx.ftz.bf16", "tanh.f16": "tanh.approx.f16",
                "tanh.bf16": "tanh.approx.bf16"}  # fmt: skip

@@ -198,6 +198,7 @@ def measure(fault: Fault) -> dict[str, Any]:
     path = find_path(fault.path)
     default = Run()
     matched = run_fault(fault, path, DEFAULT_CASES, default, judge_peers=True)
+    same_path = default.found
     for other in siblings(fault) if not default.found else []:
         matched += run_fault(fault, other, DEFAULT_CASES, default, judge_peers=False)
         if default.found:
@@ -216,6 +217,7 @@ def measure(fault: Fault) -> dict[str, Any]:
         "path": fault.path,
         "seen_in": fault.seen_in,
         "found_default": default.found,
+        "found_default_same_path": same_path,
         "found_thorough": thorough.found,
         "found_by": default.by or thorough.by,
         "equivalent": bool(fault.equivalent),
@@ -239,6 +241,7 @@ def summary(entries: list[dict[str, Any]]) -> dict[str, Any]:
         "faults": len(entries),
         "equivalent": len(equivalent),
         "found_default": sum(entry["found_default"] for entry in entries),
+        "found_default_same_path": sum(entry["found_default_same_path"] for entry in entries),
         "found_thorough": sum(entry["found_thorough"] for entry in entries),
         "peers": peers,
     }
@@ -251,14 +254,18 @@ def page(data: Mapping[str, Any]) -> str:
     lines = [
         "# Detection power",
         "",
-        "Numerics faults planted one at a time in the fused kernels, and who finds them: the default campaign",
-        "(3 cases of a path), a thorough run (20), and the tolerances that tests of other projects document,",
-        "on the same outputs: those of the right kernel in the place of the reference, and the faulty one's. `-`: the",
-        "project's tests judge no output of that path, or the virtual GPU stopped the kernel before there was one.",
+        "Numerics faults planted one at a time in the fused kernels, and who finds them: the default campaign (3",
+        "cases of a path, and of paths that share its source), a thorough run (20 of the path), and the tolerances",
+        "that tests of other projects document, on the same outputs: those of the right kernel in the place of the",
+        "reference, and the faulty one's. `-`: the project's tests judge no output of that path, or the virtual GPU",
+        "stopped the kernel before there was one.",
+        "",
         "`python property_tests/detection.py` makes this page and `reports/detection.json`.",
         "",
         "| | judged | found | share |",
         "| --- | ---: | ---: | ---: |",
+        f"| moe-numerics, default, the fault's path alone | {count} | {total['found_default_same_path']} "
+        f"| {total['found_default_same_path'] / count:.1%} |",
         f"| moe-numerics, default | {count} | {total['found_default']} | {total['found_default'] / count:.1%} |",
         f"| moe-numerics, thorough | {count} | {total['found_thorough']} | {total['found_thorough'] / count:.1%} |",
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -139,7 +140,7 @@ _GEGLU_ERF = ACTIVATIONS["geglu_erf"]
 
 _PLANTED = [
     Fault(
-        planted.name.replace(" ", "-"),
+        re.sub(r"[^a-z0-9]+", "-", planted.name.lower()),
         "ptx",
         planted.path,
         pattern=planted.edit.pattern,

@@ -185,6 +185,12 @@ def untied_profile(path: Path) -> str | None:
     return next(untied, None)
 
 
+def stochastic(path: Path) -> bool:
+    """Whether codes are rounded stochastically, with bits keyed by the number of the expert."""
+    copies = getattr(path.operation, "copies", path.operation)
+    return bool(getattr(getattr(copies, "recipe", None), "stochastic", False))
+
+
 def owned_mask(spec: OutputSpec, experts: Experts, output: torch.Tensor) -> torch.Tensor:
     """What the path writes of an output, as a mask of its shape."""
     owned = spec.owned(experts)

@@ -33,10 +33,17 @@ def found(*lines: str) -> list[tuple[str, int]]:
 
 
 def test_an_unpinned_product_that_meets_an_unpinned_sum_is_reported_with_both_lines() -> None:
-    audit = audit_ptx(module("mul.f32 %r1, %r2, %r3;", "mov.b32 %r4, %r1;", "neg.f32 %r5, %r4;", "sub.f32 %r6, %r7, %r5;"))
+    audit = audit_ptx(
+        module("mul.f32 %r1, %r2, %r3;", "mov.b32 %r4, %r1;", "neg.f32 %r5, %r4;", "sub.f32 %r6, %r7, %r5;")
+    )
     (note,) = audit.of("contractable")
     assert note == Note(
-        "contractable", "k", FIRST + 3, "sub.f32", note.text, f"takes the product of line {FIRST}: write it with .rn, or as an fma"
+        "contractable",
+        "k",
+        FIRST + 3,
+        "sub.f32",
+        note.text,
+        f"takes the product of line {FIRST}: write it with .rn, or as an fma",
     )
     assert "sub.f32" in note.text
     assert not audit.determined
@@ -83,13 +90,20 @@ def test_approximations_flushes_atomics_and_conversions_have_their_lines() -> No
         "cvt.u32.u16 %r1, %h1;",
     )
     assert found(*lines) == [
-        ("approximate", 0), ("approximate", 1), ("flush", 0), ("atomic", 2), ("rounding", 5), ("rounding", 7), ("rounding", 8),
+        ("approximate", 0), ("approximate", 1), ("flush", 0), ("atomic", 2), ("rounding", 5),
+        ("rounding", 7), ("rounding", 8),
     ]  # fmt: skip
     details = [note.detail for note in audit_ptx(module(*lines)).of("rounding")]
-    assert details == ["to nearest, ties to even", "to nearest, ties to even, .satfinite", "to an integer, towards zero"]
+    assert details == [
+        "to nearest, ties to even",
+        "to nearest, ties to even, .satfinite",
+        "to an integer, towards zero",
+    ]
 
 
-@given(st.permutations(["mul.f32 %r1, %r2, %r3;", "add.f32 %r4, %r1, %r5;", "ex2.approx.f32 %r6, %r7;"]), st.integers(0, 5))
+@given(
+    st.permutations(["mul.f32 %r1, %r2, %r3;", "add.f32 %r4, %r1, %r5;", "ex2.approx.f32 %r6, %r7;"]), st.integers(0, 5)
+)
 def test_lines_follow_the_text(lines: list[str], blank: int) -> None:
     """Catches a line counted from elsewhere, whatever the order and the empty lines."""
     notes = audit_ptx(module(*[""] * blank, *lines)).notes
@@ -114,7 +128,10 @@ def test_functions_and_files_are_audited(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "mine_for_audit.py").write_text(f"def build():\n    return [{text!r}, {text!r}]\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert [a.kernels for a in audit_target(str(tmp_path / "kernel.ptx"))] == [("k",)]
-    assert [a.name for a in audit_target("mine_for_audit:build")] == ["mine_for_audit:build [0]", "mine_for_audit:build [1]"]
+    assert [a.name for a in audit_target("mine_for_audit:build")] == [
+        "mine_for_audit:build [0]",
+        "mine_for_audit:build [1]",
+    ]
     with pytest.raises(AuditError, match="mine_for_audit:missing"):
         audit_target("mine_for_audit:missing")
     with pytest.raises(AuditError, match="cannot be read"):

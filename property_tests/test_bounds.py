@@ -147,6 +147,14 @@ def test_the_factor_of_a_shape_covers_every_operand(model: str) -> None:
     error = (result.double() - a.double() @ b.double().t()).abs()
     factor = bounds.accumulation_factor(model, k)
     assert bool((error <= factor * magnitudes).all())
+    # Everything after the first product lies just below what the accumulator's place lets through.
+    left, right = torch.full((1, k), 1.875), torch.full((1, k), 4.0 if format_of == "e4m3" else 2.0**-10)
+    left[0, 0] = right[0, 0] = 256.0
+    lost = (
+        matmul(left, right.t(), model=model, a_format=format_of, b_format=format_of).double()
+        - left.double() @ right.double().t()
+    )
+    assert float(lost.abs() / (left @ right.t())) <= factor
     assert bool((error <= accumulation_bound(a, b.t(), model=model, a_format=format_of, b_format=format_of)).all())
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_runs import kernel_examples, space
+from kernel_runs import kernel_examples, space, thorough
 from moe_numerics.reference import elementwise, mxfp8
 from moe_numerics.reference.contract import SUITE, Contract
 from moe_numerics.reference.formats import E4M3, E5M2, FloatFormat
 from moe_numerics.reference.ragged import Experts
 
 import moe_numerics
-from moe_numerics.adapters import eager_swiglu
+from moe_numerics.adapters import compiled_swiglu, eager_swiglu, torchao_mxfp8
 from moe_numerics.bounds import Arithmetic, Enclosure
 from moe_numerics.cases import Case
 from moe_numerics.contract import profile
@@ -167,6 +167,20 @@ def test_an_amax_at_the_boundary_of_a_scale() -> None:
     assert not bool(verdicts["scales_rowwise"].explained.any())
 
 
+@pytest.mark.parametrize(("rule", "amax"), [("ceil", 448.0), ("floor", 500.0)])
+def test_another_scale_with_the_codes_that_belong_to_it(rule: str, amax: float) -> None:
+    """A scale too large, whose codes are all right, or too small, whose codes saturate."""
+    values = torch.ones((2, 32))
+    values[0, 3] = amax
+    experts = Experts.single(2)
+    enclosure = _enclosure(values, 2.0**-20)
+    assert _all_explained(enclosure, _write(values, experts), experts)
+    got = {k: v for k, v in _write(values, experts, SUITE.replace(scale_rule=rule)).items() if k.endswith("rowwise")}
+    verdicts = explain_mxfp8(enclosure, got, E4M3, SUITE, experts)
+    assert not bool(verdicts["scales_rowwise"].explained[0, 0])
+    assert bool(verdicts["codes_rowwise"].explained[0, 3]) == (rule == "ceil")
+
+
 def test_the_amax_belongs_to_the_values_of_the_codes() -> None:
     """An amax that no value reaches, though each code is right."""
     values = torch.ones((4, 32))
@@ -265,3 +279,22 @@ def test_quantised_kernels_of_others() -> None:
     assert not judged(lambda got: got.update(scales_rowwise=got["scales_rowwise"] + 1))
     assert not judged(lambda got: got.update(codes_colwise=got["codes_rowwise"]))
     assert not judged(lambda got: got.update(amax=got["amax"] * 1.001))
+
+
+def test_torchao_follows_its_profile() -> None:
+    """The adapter of torchao's `to_mx`, bit by bit under the profile that describes it, and not under another."""
+    pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    finite = space(
+        QUANTIZE, "torchao", kinds=("gaussian",), allow_specials=False, paddings=(False,), max_elements=2_000
+    )
+    drawn = draw_cases(3, 2, finite)
+    assert moe_numerics.check(torchao_mxfp8(), cases=drawn).passed
+    assert not moe_numerics.check(torchao_mxfp8("RCEIL"), cases=drawn).passed
+    rceil = profile("torchao").replace(scale_rule="rceil", mx_inf="saturate")
+    assert moe_numerics.check(torchao_mxfp8("RCEIL"), cases=drawn, contract=rceil).passed
+
+
+@pytest.mark.skipif(not thorough(), reason="needs a C++ compiler and half a minute")
+def test_compiled_kernels_keep_intermediate_values_in_float32() -> None:
+    """`torch.compile` of SwiGLU: explained under float32 intermediate values."""
+    assert moe_numerics.check(compiled_swiglu(), cases=_cases(), arithmetic=Arithmetic("library")).passed

@@ -146,7 +146,9 @@ def tensor_bytes(m: TensorMap, element: int, seed: int) -> torch.Tensor:
 
 
 @given(tile=tiles(), seed=st.integers(0, 99), schedule=st.sampled_from(["fast", 1, 2, 3]))
-def test_tensor_load_brings_the_box(tile: tuple[TensorMap, tuple[int, ...], int], seed: int, schedule: str | int) -> None:
+def test_tensor_load_brings_the_box(
+    tile: tuple[TensorMap, tuple[int, ...], int], seed: int, schedule: str | int
+) -> None:
     """Fault: an element lands elsewhere, or what lies outside the tensor is not zero."""
     m, coordinates, element = tile
     data = tensor_bytes(m, element, seed)

@@ -31,7 +31,10 @@ def quotient(x: int, y: int) -> int:
 
 
 def field(x: int, position: int, length: int, bits: int, signed: bool) -> int:
-    position, length = position & 255, length & 255
+    reach = 255 if bits == 32 else 0xFFFFFFFF
+    position, length = position & reach, min(length & reach, 1 << 20)
+    if position >= 1 << 20:
+        position = 1 << 20
     u = x & ((1 << bits) - 1)
     value = (u >> position) & ((1 << length) - 1) if position < bits else 0
     if not signed or length == 0:
@@ -43,7 +46,8 @@ def field(x: int, position: int, length: int, bits: int, signed: bool) -> int:
 
 
 def insert(x: int, y: int, position: int, length: int, bits: int) -> int:
-    position, length = position & 255, min(length & 255, bits)
+    reach = 255 if bits == 32 else 0xFFFFFFFF
+    position, length = min(position & reach, 1 << 10), min(length & reach, bits)
     mask = ((1 << length) - 1) << position
     return (y & ~mask) | ((x << position) & mask)
 

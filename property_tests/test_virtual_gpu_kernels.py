@@ -74,9 +74,7 @@ def _transpose_kernel(x: cute.Tensor, y: cute.Tensor, amax: cute.Tensor) -> None
 
 @cute.jit
 def _transpose(x: cute.Tensor, y: cute.Tensor, amax: cute.Tensor, stream: cuda.CUstream) -> None:
-    _transpose_kernel(x, y, amax).launch(
-        grid=(x.shape[1] // 32, x.shape[0] // 32, 1), block=(128, 1, 1), stream=stream
-    )
+    _transpose_kernel(x, y, amax).launch(grid=(x.shape[1] // 32, x.shape[0] // 32, 1), block=(128, 1, 1), stream=stream)
 
 
 def compile_scale() -> Callable[..., Any]:

@@ -145,13 +145,16 @@ def module(target: str, params: str, body: str, size: int) -> str:
 
 def multiply(
     kind: str, columns: int, mode_a: int, mode_b: int, transposes: tuple[bool, bool], signs: tuple[int, int],
-    from_registers: bool, steps: int, schedule: str | int, seed: int,
+    from_registers: bool, steps: int, schedule: str | int, seed: int, alternate: bool = False,
 ) -> None:  # fmt: skip
-    """Runs wgmma `steps` times on the same operands in three blocks that drift apart, and checks every accumulator."""
+    """Runs wgmma `steps` times on the same operands in three blocks that drift apart, and checks every accumulator.
+
+    alternate: every second product takes other rows of B (8 columns, 32-byte swizzle), so that order matters.
+    """
     depth, element = KINDS[kind]
     transposed = tuple(t and element == 2 for t in transposes)
     rng = np.random.Generator(np.random.Philox(seed))
-    (a, a_bytes), (b, b_bytes) = values(rng, kind, 64, depth), values(rng, kind, columns, depth)
+    (a, a_bytes), (b, b_bytes) = values(rng, kind, 64, depth), values(rng, kind, columns * (1 + alternate), depth)
     image = np.zeros(24 * 1024, np.uint8)
     a_bits = lay_out(image, a_bytes, START, mode_a, transposed[0], element, WGMMA_MODE, 0)
     b_bits = lay_out(image, b_bytes, START + 8192, mode_b, transposed[1], element, WGMMA_MODE, 0)
@@ -178,17 +181,19 @@ def multiply(
         f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{kind}.{kind} {{{registers}}}, {a_operand}, %db, %p, "
         f"{signs[0]}, {signs[1]}{flags};"
     )
+    other = mma.replace("%db", "%dc")
     body = f"""
     .reg .b32 %d<{count}>, %a<4>, %r<4>;
-    .reg .b64 %da, %db, %rd<4>;
+    .reg .b64 %da, %db, %dc, %rd<4>;
     .reg .pred %p;
     {loads}
     ld.param.u64 %db, [db];
+    add.u64 %dc, %db, {16 * alternate};
     wgmma.fence.sync.aligned;
     setp.ne.u32 %p, 0, 0;
     {mma}
     setp.eq.u32 %p, 0, 0;
-    {chr(10).join(apart(n, mma) if n % 3 == 1 else mma for n in range(1, steps))}
+    {chr(10).join(apart(n, other) if n % 3 == 1 else mma for n in range(1, steps))}
     wgmma.commit_group.sync.aligned;
     wgmma.wait_group.sync.aligned 0;
     mov.u32 %r1, %ctaid.x;
@@ -205,7 +210,8 @@ def multiply(
     right = negated(b, kind) if signs[1] < 0 else b
     formats = {"a_format": kind, "b_format": kind} if element == 1 else {}
     model = f"sm_90.{'e4m3' if element == 1 else kind}"
-    wanted = tensor_core.matmul(left.repeat(1, steps), right.repeat(1, steps).t(), model=model, **formats)
+    rows = [right[columns * (alternate and n % 3 == 1) :][:columns] for n in range(steps)]
+    wanted = tensor_core.matmul(left.repeat(1, steps), torch.cat(rows, 1).t(), model=model, **formats)
     for t in range(128):
         for d in range(count):
             row = 16 * (t // 32) + t % 32 // 4 + 8 * (d // 2 % 2)
@@ -237,7 +243,7 @@ def test_wgmma_multiplies_what_its_descriptors_name(
 @pytest.mark.parametrize("schedule", range(24))
 def test_wgmma_adds_in_order_of_issue(schedule: int) -> None:
     """Fault: a schedule that completes products out of order changes the order of the additions."""
-    multiply("bf16", 8, 1, 1, (False, False), (1, 1), False, 6, schedule, schedule)
+    multiply("bf16", 8, 1, 1, (False, False), (1, 1), False, 6, schedule, schedule, alternate=True)
 
 
 MMA_SYNC = {("bf16", 16): (4, 2), ("bf16", 8): (2, 1), ("f16", 16): (4, 2), ("f16", 8): (2, 1), ("tf32", 8): (4, 2),

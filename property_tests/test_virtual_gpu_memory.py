@@ -349,3 +349,18 @@ def test_symbols_vectors_generic_and_local_memory() -> None:
     for t in range(64):
         assert out[t].tolist()[:2] == [(10, 20, 30, 40)[t % 4], t]
     assert sorted(out[:, 2].tolist()) == list(range(64, 128))
+
+
+def test_global_float_atomics_flush_and_shared_ones_do_not() -> None:
+    """Fault: subnormal sums of atomics differ from an H200's, which flushes them in global memory only."""
+    tiny = torch.tensor([3], dtype=torch.int32)
+    zero = torch.zeros(1, dtype=torch.int32)
+    text = ATOMIC.format(
+        statement="""mov.u32 %r4, local; st.shared.u32 [%r4], 5; atom.shared.add.f32 %r5, [%r4], %r2;
+    ld.shared.u32 %r6, [%r4]; st.global.u32 [%o], %r6; red.global.add.f32 [%a], %r2;"""
+    )
+    cells, old = torch.tensor([5], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    with virtual_gpu("sm_90a") as g:
+        g.launch(text, "k", 1, 1, [cells, zero, tiny, old])
+    assert cells.item() == 0
+    assert old.item() == 8

@@ -15,19 +15,28 @@ import numpy.typing as npt
 from . import floats
 
 F32 = npt.NDArray[np.float32]
-Correction = Callable[[F32, F32], F32]
+Correction = Callable[[Any, Any], Any]
 
 _CORRECTIONS: dict[tuple[str, str], Correction] = {}
 
 
 def load(arch: str, name: str, correction: Correction) -> None:
-    """Registers what silicon of `arch` adds: `correction(x, rounded)` gives the silicon's bits for flushed inputs."""
+    """Registers what silicon of `arch` gives: `correction(operands, None)` are its results.
+
+    name: `ex2`, or `ex2.ftz` for the flushing form, on float32 values; `ex2.f16` or `ex2.bf16` on codes (uint16).
+    """
     _CORRECTIONS[arch, name] = correction
 
 
 def evidence(arch: str, name: str) -> str:
     """On what the bits of an approximation rest on this architecture."""
     return "silicon" if (arch, name) in _CORRECTIONS else "manual"
+
+
+def of_codes(name: str, kind: str, arch: str) -> Callable[[Any], Any] | None:
+    """The approximation on codes of f16 or bf16 as silicon gives it, None where that was not captured."""
+    correction = _CORRECTIONS.get((arch, f"{name}.{kind}"))
+    return None if correction is None else lambda codes: correction(codes, None)
 
 
 def _wide(f: Callable[[Any], Any]) -> Callable[[F32], F32]:
@@ -53,10 +62,10 @@ def function(name: str, arch: str, ftz: bool) -> Callable[[F32], F32]:
     def evaluate(x: F32) -> F32:
         if ftz:
             x = floats.flush(x)
-        r = exact(x)
-        correction = _CORRECTIONS.get((arch, name))
+        correction = _CORRECTIONS.get((arch, f"{name}.ftz" if ftz else name))
         if correction is not None:
-            r = correction(x, r)
+            return np.asarray(correction(x, None), np.float32)
+        r = exact(x)
         if name == "rsqrt":
             # The reciprocal root of -0 is -Inf.
             r = np.where((x == 0) & np.signbit(x), np.float32(-np.inf), r)

@@ -157,9 +157,7 @@ class NamedBarriers:
         if released and w.tracker is not None:
             leaving = [t for resume, t, _, _ in released if resume >= 0]
             nobody = np.empty(0, np.intp)
-            w.tracker.barrier(
-                [(t, time) for _, t, _, time in released], np.concatenate(leaving) if leaving else nobody
-            )
+            w.tracker.barrier([(t, time) for _, t, _, time in released], np.concatenate(leaving) if leaving else nobody)
         everyone = w.threads
         for resume, free, finish, _ in released:
             if resume < 0:

@@ -55,9 +55,7 @@ class Fault(Exception):
     blame, if it is not the one that runs.
     """
 
-    def __init__(
-        self, kind: str, message: str, position: int | None = None, address: int | None = None
-    ) -> None:
+    def __init__(self, kind: str, message: str, position: int | None = None, address: int | None = None) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message

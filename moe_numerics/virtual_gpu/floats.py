@@ -64,6 +64,18 @@ def two_sum(a: F64, b: F64) -> tuple[F64, F64]:
     return s, (a - (s - bb)) + (b - bb)
 
 
+def directed64(total: F64, residue: F64, mode: str) -> F64:
+    """total + residue rounded to float64 in a direction, where `total` is the sum rounded to nearest."""
+    if mode == "rn":
+        return total
+    below, above = np.nextafter(total, -np.inf), np.nextafter(total, np.inf)
+    down = np.where(residue < 0, below, total)
+    up = np.where(residue > 0, above, total)
+    if mode == "rz":
+        return np.where(total > 0, down, up)
+    return down if mode == "rm" else up
+
+
 def narrow32(x: F64, mode: str) -> F32:
     """A float64 that is exact or rounded to odd, rounded to float32."""
     r = x.astype(np.float32)
@@ -146,9 +158,7 @@ def sqrt(a: F32, mode: str) -> F32:
     return canonical(narrow32(np.sqrt(a.astype(np.float64)), mode))
 
 
-def minmax(
-    a: F32, b: F32, largest: bool, propagate: bool, magnitude: bool = False, xorsign: bool = False
-) -> F32:
+def minmax(a: F32, b: F32, largest: bool, propagate: bool, magnitude: bool = False, xorsign: bool = False) -> F32:
     """The smaller or larger operand, -0 below +0 (PTX ISA 9.7.3.11, 9.7.3.12).
 
     One NaN: the other operand, or the canonical NaN with `.NaN`. Two: the canonical NaN.

@@ -1,4 +1,4 @@
-"""Fills the table of instructions: importing this module imports every family."""
+"""Fills the table of instructions: importing this module imports every family, and the tables captured on silicon."""
 
 from . import (
     isa_atomic,
@@ -21,8 +21,11 @@ from . import (
     isa_tensor_map,
     isa_warp,
     isa_wgmma,
+    silicon_tables,
 )
 
+# Architectures whose approximate instructions have the bits of silicon.
+CAPTURED = silicon_tables.ARCHITECTURES
 FAMILIES = (
     isa_atomic,
     isa_barrier,

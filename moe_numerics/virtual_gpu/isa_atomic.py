@@ -62,6 +62,10 @@ def operation(op: str, kind: str) -> Callable[..., Array]:
     return table[op]
 
 
+def _flushing_add(old: Array, value: Array) -> Array:
+    return floats.flush(floats.add(floats.flush(old), floats.flush(value), "rn"))
+
+
 _INTEGER_AT = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
                "xor": np.bitwise_xor}  # fmt: skip
 
@@ -73,6 +77,7 @@ def perform(
     apply = operation(op, kind)
     view = VIEW[kind]
     parts = memory.locate(w, i, space, address, size)
+    flushing = kind == "f32" and op == "add"
     old = np.empty(address.size, view) if want else None
     for region, offsets, where in parts:
         memory.check_writable(region, i, where, address)
@@ -90,7 +95,9 @@ def perform(
             if region.shadow is not None:
                 region.store(items, size, region.load(items, size))
             continue
-        found = _serve(w, cells, items, mine, apply)
+        # Global memory's adders flush subnormal operands and results, those of shared memory do not (seen on an H200).
+        added = _flushing_add if flushing and region.space == "global" else apply
+        found = _serve(w, cells, items, mine, added)
         if region.shadow is not None:
             region.store(items, size, region.load(items, size))
         if old is not None:

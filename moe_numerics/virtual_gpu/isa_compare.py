@@ -92,9 +92,7 @@ def set_value(b: Lowering, m: Modifiers) -> Step:
     zero = true.dtype.type(0)
     if m.combine:
         combine = _COMBINE[m.combine]
-        return b.alu(
-            m.to, (m.type, m.type, "pred"), lambda x, y, c: np.where(combine(compare(x, y), c), true, zero)
-        )
+        return b.alu(m.to, (m.type, m.type, "pred"), lambda x, y, c: np.where(combine(compare(x, y), c), true, zero))
     return b.alu(m.to, (m.type, m.type), lambda x, y: np.where(compare(x, y), true, zero))
 
 

@@ -43,16 +43,18 @@ def from_integer(b: Lowering, m: Modifiers) -> Step:
     target = m.to
 
     def convert(x: Array) -> Array:
-        if target == "f64":
+        if target == "f64" and m.rnd == "rn":
             return x.astype(np.float64)
         if m.rnd == "rn" and target == "f32":
             return x.astype(np.float32)
-        wide = x.astype(np.float64)
+        # The halves of a 64-bit integer are exact, and so are their sum and its error.
+        high, low = np.zeros_like(x), x
         if x.dtype.itemsize == 8:
-            # float64 cannot hold every 64-bit integer; its error decides the second rounding.
-            back = np.where(np.abs(wide) >= 2.0**63, 0.0, wide)
-            error = (x - back.astype(x.dtype)).astype(x.dtype.str.replace("u", "i")).astype(np.float64)
-            wide = floats.odd(wide, np.where(np.abs(wide) >= 2.0**63, 0.0, error))
+            high, low = x >> x.dtype.type(32), x & x.dtype.type(0xFFFFFFFF)
+        total, residue = floats.two_sum(high.astype(np.float64) * 2.0**32, low.astype(np.float64))
+        if target == "f64":
+            return floats.directed64(total, residue, m.rnd)
+        wide = floats.odd(total, residue)
         r: Array
         if target == "f32":
             r = floats.narrow32(wide, m.rnd)
@@ -65,9 +67,15 @@ def from_integer(b: Lowering, m: Modifiers) -> Step:
 
 @instruction(f"cvt {_INTEGRAL} .ftz? .sat? to={_INTS} from=f32|f64|f16|bf16")
 def to_integer(b: Lowering, m: Modifiers) -> Step:
-    """Results are clamped to the range of the target; NaN gives 0."""
+    """Results are clamped to the range of the target.
+
+    NaN gives 0; a 64-bit target, and any target of a float64, gets its highest bit instead (seen on an H200).
+    """
     source = getattr(m, "from")
     info = np.iinfo(VIEW[m.to])
+    top = VIEW[m.to].itemsize * 8 - 1
+    marked = source == "f64" or info.bits == 64
+    for_nan = np.array(1 << top if marked else 0, f"u{VIEW[m.to].itemsize}").view(VIEW[m.to])[()]
 
     def convert(x: Array) -> Array:
         wide = decoder(source)(x) if source in ("f16", "bf16") else x
@@ -77,7 +85,7 @@ def to_integer(b: Lowering, m: Modifiers) -> Step:
         inside = (r >= float(info.min)) & (r < float(info.max) + (1 if info.max < 2**53 else 0))
         safe = np.where(inside, r, 0.0).astype(VIEW[m.to])
         edge = np.where(r > 0, VIEW[m.to].type(info.max), VIEW[m.to].type(info.min))
-        return np.where(inside | np.isnan(r), safe, edge).astype(VIEW[m.to])
+        return np.where(np.isnan(r), for_nan, np.where(inside, safe, edge)).astype(VIEW[m.to])
 
     return b.alu(m.to, (source,), convert)
 
@@ -107,19 +115,37 @@ def widen(b: Lowering, m: Modifiers) -> Step:
 def to_double(b: Lowering, m: Modifiers) -> Step:
     source = getattr(m, "from")
     if source == "f16":
-        return b.alu("f64", ("f16",), lambda x: decoder("f16")(x).astype(np.float64))
+        # NaN keeps its sign and payload.
+        return b.alu("f64", ("f16",), lambda x: x.view(np.float16).astype(np.float64))
     return b.alu("f64", ("f32",), lambda x: x.astype(np.float64))
 
 
 @instruction(f"cvt {_ROUND} .ftz? .sat? to=f32|f16|bf16 .f64")
 def from_double(b: Lowering, m: Modifiers) -> Step:
     if m.to != "f32":
-        return b.alu(m.to, ("f64",), lambda x: round_to(m.to, x, m.rnd))
+        fmt = FORMATS[m.to]
+
+        def to_half(x: Array) -> Array:
+            codes = round_to(m.to, x, m.rnd)
+            nan = np.isnan(x)
+            if nan.any():
+                # NaN keeps its sign and the upper bits of its payload.
+                bits = x.view(np.uint64)
+                payload = bits >> np.uint64(52 - fmt.mantissa) & np.uint64((1 << fmt.mantissa) - 1)
+                quiet = (bits >> np.uint64(63)) << np.uint64(15) | np.uint64(fmt.infinity or 0)
+                quiet = quiet | payload | np.uint64(1 << (fmt.mantissa - 1))
+                codes = np.where(nan, quiet.astype(np.uint16), codes)
+            return codes
+
+        return b.alu(m.to, ("f64",), to_half)
 
     def convert(x: Array) -> Array:
-        r = floats.canonical(floats.narrow32(x, m.rnd))
+        r = floats.narrow32(x, m.rnd)
         if m.ftz:
             r = floats.flush(r)
+            if m.rnd in ("rm", "rp"):
+                # The flush comes before the rounding (seen on an H200).
+                r = np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), r).astype(np.float32)
         return floats.saturate(r) if m.sat else r
 
     return b.alu("f32", ("f64",), convert)
@@ -136,8 +162,11 @@ def _narrower(m: Modifiers, name: str) -> Callable[[Array], Array]:
     mode, satfinite = m.get("rnd", "rn"), bool(m.satfinite)
     plain = name == "bf16" and mode == "rn" and not satfinite
 
+    # Rounding f16 down or up does not flush, `.ftz` or not (seen on an H200).
+    flushes = m.ftz and not (name == "f16" and mode in ("rm", "rp"))
+
     def convert(x: Array) -> Array:
-        if m.ftz:
+        if flushes:
             x = floats.flush(x)
         if m.relu:
             x = _relu(x)
@@ -157,7 +186,14 @@ def to_half(b: Lowering, m: Modifiers) -> Step:
 @instruction("cvt rnd=rn|rz|rna .relu? .satfinite? .tf32 .f32")
 def to_tf32(b: Lowering, m: Modifiers) -> Step:
     convert = _narrower(m, "tf32")
-    return b.alu("b32", ("f32",), lambda x: (convert(x) << np.uint32(13)).astype(np.uint32))
+    keeps = m.rnd == "rna" and not m.satfinite
+
+    def step(x: Array) -> Array:
+        r = (convert(x) << np.uint32(13)).astype(np.uint32)
+        # Rounding ties away keeps the upper bits of a NaN (seen on an H200).
+        return np.where(np.isnan(x), x.view(np.uint32) & np.uint32(0xFFFFE000), r) if keeps else r
+
+    return b.alu("b32", ("f32",), step)
 
 
 def _packed(b: Lowering, convert: Callable[[Array], Array], bits: int, register: str, sources: str = "f32") -> Step:
@@ -210,9 +246,9 @@ def to_scale_pair(b: Lowering, m: Modifiers) -> Step:
     def step(x: Array) -> Array:
         low = (x << np.uint32(16)).view(np.float32)
         high = (x & np.uint32(0xFFFF0000)).view(np.float32)
-        return (
-            (encode_ue8m0(high, mode, satfinite) << np.uint32(8)) | encode_ue8m0(low, mode, satfinite)
-        ).astype(np.uint16)
+        return ((encode_ue8m0(high, mode, satfinite) << np.uint32(8)) | encode_ue8m0(low, mode, satfinite)).astype(
+            np.uint16
+        )
 
     return b.alu("b16", ("b32",), step)
 

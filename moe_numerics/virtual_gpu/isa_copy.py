@@ -16,9 +16,7 @@ from .registry import Index, Modifiers, Step, instruction
 _HINT = "hint?=L2::cache_hint"
 
 
-@instruction(
-    f"cp .async cop=ca|cg space=shared|shared::cta .global {_HINT} l2?=L2::64B|L2::128B|L2::256B"
-)
+@instruction(f"cp .async cop=ca|cg space=shared|shared::cta .global {_HINT} l2?=L2::64B|L2::128B|L2::256B")
 def copy(b: Lowering, m: Modifiers) -> Step:
     destination, source = b.address(b.operands[0]), b.address(b.operands[1])
     size_operand = b.operands[2]
@@ -51,9 +49,7 @@ def copy(b: Lowering, m: Modifiers) -> Step:
                     v &= mask.astype(v.dtype)
             return values
 
-        operation = Operation(
-            read, lambda values: memory.store(w, threads, "shared", targets, wide, values), w.current
-        )
+        operation = Operation(read, lambda values: memory.store(w, threads, "shared", targets, wide, values), w.current)
         w.copy_groups.add(threads, operation)
         w.pending.issue(operation)
 

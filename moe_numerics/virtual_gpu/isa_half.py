@@ -17,9 +17,7 @@ from .memory import Array
 from .narrow import FORMATS, decode, encode
 from .registry import Modifiers, Step, instruction
 
-TABLES = {
-    name: decode(np.arange(65536, dtype=np.uint32), FORMATS[name]).astype(np.float32) for name in ("f16", "bf16")
-}
+TABLES = {name: decode(np.arange(65536, dtype=np.uint32), FORMATS[name]).astype(np.float32) for name in ("f16", "bf16")}
 HALF = "type=f16|bf16|f16x2|bf16x2"
 
 
@@ -41,15 +39,28 @@ def lanes(kind: str) -> tuple[str, str]:
     return kind.removesuffix("x2"), "b32" if kind.endswith("x2") else "b16"
 
 
+def _flushed(codes: Array) -> Array:
+    """f16 codes with subnormal values replaced by zeros of their sign."""
+    return np.where(codes & np.uint16(0x7C00), codes, codes & np.uint16(0x8000))
+
+
 def halves(b: Lowering, m: Modifiers, count: int, compute: Callable[..., Array], raw: bool = False) -> Step:
-    """An instruction on 16-bit elements; `compute` maps float64 arrays to codes, or codes to codes (raw)."""
+    """An instruction on 16-bit elements; `compute` maps float64 arrays to codes, or codes to codes (raw).
+
+    `.ftz` flushes operands and results of f16.
+    """
     kind, register = lanes(m.type)
     table = TABLES[kind]
+    flushing = m.ftz and kind == "f16"
 
     def step(*v: Any) -> Array:
         shape = np.broadcast_shapes(*(np.shape(x) for x in v))
         codes = [np.ascontiguousarray(np.broadcast_to(x, shape)).view(np.uint16) for x in v]
+        if flushing:
+            codes = [_flushed(c) for c in codes]
         out = compute(*codes) if raw else compute(*(table[c].astype(np.float64) for c in codes))
+        if flushing:
+            out = _flushed(out)
         return np.asarray(out, np.uint16).view(np.uint32) if register == "b32" else np.asarray(out, np.uint16)
 
     return b.alu(register, (register,) * count, step)
@@ -63,9 +74,6 @@ def _after(m: Modifiers, kind: str) -> Callable[[Array], Array]:
 
     def adjust(codes: Array) -> Array:
         value = TABLES[kind][codes]
-        if m.ftz and kind == "f16":
-            small = (value != 0) & (np.abs(value) < np.float32(2.0**-14))
-            codes = np.where(small, codes & np.uint16(0x8000), codes)
         if m.sat:
             codes = np.where(value >= 1, one, np.where(value > 0, codes, np.uint16(0)))
         if m.relu:
@@ -110,22 +118,32 @@ for _name in ("min", "max"):
         fmt = FORMATS[kind]
 
         def pick(x: Array, y: Array) -> Array:
-            r = floats.minmax(
-                x.astype(np.float32), y.astype(np.float32), largest, bool(m.NaN), bool(m.abs), bool(m.xorsign)
-            )
-            return encode(r, fmt).astype(np.uint16)
+            r = floats.minmax(TABLES[kind][x], TABLES[kind][y], largest, bool(m.NaN), bool(m.abs))
+            codes = encode(r, fmt).astype(np.uint16)
+            if m.xorsign:
+                # Signs of NaN operands count, too.
+                signed = codes & np.uint16(0x7FFF) | (x ^ y) & np.uint16(0x8000)
+                codes = np.where(np.isnan(r), codes, signed)
+            return codes
 
-        return halves(b, m, 2, pick)
+        return halves(b, m, 2, pick, raw=True)
+
+
+def _canonical(kind: str, codes: Array, result: Array) -> Array:
+    """`result`, or the canonical NaN where the operand is NaN."""
+    return np.where(np.isnan(TABLES[kind][codes]), np.uint16(0x7FFF), result)
 
 
 @instruction(f"neg .ftz? {HALF}")
 def neg(b: Lowering, m: Modifiers) -> Step:
-    return halves(b, m, 1, lambda c: c ^ np.uint16(0x8000), raw=True)
+    kind, _ = lanes(m.type)
+    return halves(b, m, 1, lambda c: _canonical(kind, c, c ^ np.uint16(0x8000)), raw=True)
 
 
 @instruction(f"abs .ftz? {HALF}")
 def absolute(b: Lowering, m: Modifiers) -> Step:
-    return halves(b, m, 1, lambda c: c & np.uint16(0x7FFF), raw=True)
+    kind, _ = lanes(m.type)
+    return halves(b, m, 1, lambda c: _canonical(kind, c, c & np.uint16(0x7FFF)), raw=True)
 
 
 for _name in ("ex2", "tanh"):
@@ -133,6 +151,9 @@ for _name in ("ex2", "tanh"):
     @instruction(f"{_name} .approx .ftz? {HALF}")
     def approximation(b: Lowering, m: Modifiers, name: str = _name) -> Step:
         kind, _ = lanes(m.type)
+        captured = approximate.of_codes(name, kind, b.program.arch)
+        if captured is not None:
+            return halves(b, m, 1, captured, raw=True)
         f = approximate.function(name, b.program.arch, False)
         fmt = FORMATS[kind]
         return halves(b, m, 1, lambda x: encode(f(x.astype(np.float32)), fmt).astype(np.uint16))

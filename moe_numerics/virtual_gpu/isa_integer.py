@@ -285,15 +285,19 @@ def brev(b: Lowering, m: Modifiers) -> Step:
     return b.alu(m.type, (m.type,), reverse)
 
 
+# Position and length of a field count modulo 256 in 32-bit forms; the 64-bit ones take all bits (seen on an H200).
+_REACH = {32: np.uint32(255), 64: np.uint32(0xFFFFFFFF)}
+
+
 @instruction("bfe type=u32|s32|u64|s64")
 def bfe(b: Lowering, m: Modifiers) -> Step:
     bits = BITS[m.type]
     signed = m.type[0] == "s"
     wide = np.dtype(np.uint64)
+    reach = _REACH[bits]
 
     def extract(x: Array, position: Array, length: Array) -> Array:
-        p = (position & np.uint32(255)).astype(wide)
-        n = (length & np.uint32(255)).astype(wide)
+        p, n = ((v & reach).astype(wide) for v in (position, length))
         u = x.astype(np.int64).view(wide) if signed else x.astype(wide)
         u = u & np.uint64((1 << bits) - 1)
         field = np.minimum(n, np.uint64(bits))
@@ -314,10 +318,11 @@ def bfe(b: Lowering, m: Modifiers) -> Step:
 @instruction("bfi type=b32|b64")
 def bfi(b: Lowering, m: Modifiers) -> Step:
     bits = BITS[m.type]
+    reach = _REACH[bits]
 
     def insert(field: Array, base: Array, position: Array, length: Array) -> Array:
-        p = (position & np.uint32(255)).astype(np.uint64)
-        n = np.minimum(length & np.uint32(255), np.uint32(bits)).astype(np.uint64)
+        p = (position & reach).astype(np.uint64)
+        n = np.minimum(length & reach, np.uint32(bits)).astype(np.uint64)
         ones = np.where(n >= 64, ~np.uint64(0), (np.uint64(1) << n) - np.uint64(1))
         mask = ones << p
         out = (base.astype(np.uint64) & ~mask) | ((field.astype(np.uint64) << p) & mask)

@@ -130,5 +130,3 @@ def policy(b: Lowering, m: Modifiers) -> Step:
     """Cache policies change no value; the opaque result is 0."""
     write = b.write(b.operands[0], "b64")
     return lambda w, i: write(w, i, np.zeros(w.count(i), np.uint64))
-
-

@@ -77,9 +77,7 @@ def _check_sources(w: Any, i: npt.NDArray[np.intp], threads: Array, pick: Array)
     missing = ~_active(w, i)[np.minimum(threads, w.threads - 1)]
     if missing.any():
         k = first(missing)
-        raise Fault(
-            "warp_mask", f"shfl.sync reads lane {int(pick[k])}, which does not take part", position(i, k)
-        )
+        raise Fault("warp_mask", f"shfl.sync reads lane {int(pick[k])}, which does not take part", position(i, k))
 
 
 def _per_warp(w: Any, i: Index, bits: Array) -> npt.NDArray[np.uint32]:

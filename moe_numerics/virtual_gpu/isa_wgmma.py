@@ -162,7 +162,7 @@ def mma(b: Lowering, m: Modifiers) -> Step:
                 steps.insert(0, earlier.taken)
                 first = earlier.chain
                 left -= 1
-            for earlier in before_this[left - 1 : left]:
+            for earlier in before_this[:left]:
                 earlier.finish()
             before = [acc(w, i) for acc in accumulators] if first.any() else None
             out = _multiply(shape, steps, before, first, negate_a, negate_b, row, column)

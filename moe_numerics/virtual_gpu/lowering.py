@@ -124,9 +124,7 @@ class Lowering:
 
             return self._checked(k, predicate) if checked else predicate
         if kind == "pred":
-            raise self.fail(
-                f"`{self.ins.name}` needs a predicate, not {self.program.kernel.register_names[k]}"
-            )
+            raise self.fail(f"`{self.ins.name}` needs a predicate, not {self.program.kernel.register_names[k]}")
         if size == dtype.itemsize:
 
             def same(w: Wave, i: Index) -> Array:
@@ -237,9 +235,7 @@ class Lowering:
         for param in self.program.kernel.params:
             if param.name == name:
                 offset = param.offset
-                return lambda w, i: cut.type(
-                    (w.launch.param_address + offset) & ((1 << 8 * cut.itemsize) - 1)
-                )
+                return lambda w, i: cut.type((w.launch.param_address + offset) & ((1 << 8 * cut.itemsize) - 1))
         if any(v.name == name for v in self.program.module.variables):
             return lambda w, i: cut.type(w.launch.symbols[name])
         raise self.fail(f"unknown symbol {name}")

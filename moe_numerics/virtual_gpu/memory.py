@@ -37,9 +37,7 @@ class Region:
     shadow: one byte for each byte of the region, 1 where it holds a defined value; None: all of it does.
     """
 
-    def __init__(
-        self, space: str, buffer: npt.NDArray[np.uint8], shadow: npt.NDArray[np.uint8] | None = None
-    ) -> None:
+    def __init__(self, space: str, buffer: npt.NDArray[np.uint8], shadow: npt.NDArray[np.uint8] | None = None) -> None:
         self.space = space
         self.buffer = buffer
         self.shadow = shadow
@@ -100,9 +98,7 @@ class Memory:
         self._bases: list[int] = []
         self._items: list[Allocation] = []
 
-    def add(
-        self, base: int, size: int, name: str, owner: object, readonly: bool = False
-    ) -> Allocation | None:
+    def add(self, base: int, size: int, name: str, owner: object, readonly: bool = False) -> Allocation | None:
         """Registers `size` bytes at `base`; what is known already keeps its marks. None for nothing to register."""
         if size <= 0 or base == 0:
             return None
@@ -180,9 +176,7 @@ def locate(w: Wave, i: Index, space: str, address: Array, size: int) -> list[Par
     if bits & (size - 1):
         k = first((address & np.uint64(size - 1)) != 0)
         a = int(address[k])
-        raise Fault(
-            "misaligned", f"address {a:#x} is not a multiple of the access's {size} bytes", position(i, k), a
-        )
+        raise Fault("misaligned", f"address {a:#x} is not a multiple of the access's {size} bytes", position(i, k), a)
     if space == "global":
         return _global(w, i, address, size)
     if space == "shared":

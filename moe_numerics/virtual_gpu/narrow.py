@@ -110,12 +110,8 @@ def decode(codes: U32, fmt: Format) -> npt.NDArray[np.float32]:
     if fmt.exponent == 8:
         bits = magnitude << np.uint32(23 - fmt.mantissa)
     else:
-        normal = ((field + np.uint32(127 - fmt.bias)) << np.uint32(23)) | (
-            fraction << np.uint32(23 - fmt.mantissa)
-        )
-        small = (fraction.astype(np.float32) * np.float32(2.0 ** (1 - fmt.bias - fmt.mantissa))).view(
-            np.uint32
-        )
+        normal = ((field + np.uint32(127 - fmt.bias)) << np.uint32(23)) | (fraction << np.uint32(23 - fmt.mantissa))
+        small = (fraction.astype(np.float32) * np.float32(2.0 ** (1 - fmt.bias - fmt.mantissa))).view(np.uint32)
         bits = np.where(field == 0, small, normal)
     if fmt.infinity is not None:
         bits = np.where(magnitude == fmt.infinity, np.uint32(0x7F800000), bits)

@@ -117,9 +117,7 @@ def _targets(program: Program, b: _Built) -> list[int]:
         names = tuple(o.name for o in ops if isinstance(o, ptx.Symbol))
     missing = [n for n in names if n not in kernel.labels]
     if missing or not names:
-        raise b.lowering.fail(
-            f"branch target {missing[0] if missing else '(none)'} is not a label of this kernel"
-        )
+        raise b.lowering.fail(f"branch target {missing[0] if missing else '(none)'} is not a label of this kernel")
     return [kernel.labels[n] for n in names]
 
 
@@ -204,9 +202,7 @@ def _ending(program: Program, b: _Built, after: int, number: dict[int, int], las
             if w.count(yes):
                 values = np.broadcast_to(select(w, yes), w.count(yes))
                 if int(values.max()) >= len(targets):
-                    raise Fault(
-                        "branch", f"index {int(values.max())} is past the {len(targets)} entries of the table"
-                    )
+                    raise Fault("branch", f"index {int(values.max())} is past the {len(targets)} entries of the table")
                 parts += [(t, choose(yes, values == n)) for n, t in enumerate(targets)]
             return parts
 
@@ -294,9 +290,7 @@ def lower(module: ptx.Module, kernel: ptx.Kernel, arch: str, fine: bool) -> Prog
 def _rendezvous(b: _Built) -> Callable[[Wave, Index], tuple[Index, Index]]:
     mask = b.lowering.sync_mask
     assert mask is not None
-    guard_read = (
-        None if b.lowering.ins.guard is None else b.lowering.read(ptx.Reg(b.lowering.ins.guard), "pred")
-    )
+    guard_read = None if b.lowering.ins.guard is None else b.lowering.read(ptx.Reg(b.lowering.ins.guard), "pred")
     negated = b.lowering.ins.guard_negated
 
     def meet(w: Wave, i: Index) -> tuple[Index, Index]:

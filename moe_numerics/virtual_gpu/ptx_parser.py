@@ -195,9 +195,7 @@ class _Parser:
             if number.bits is not None:
                 out.extend(number.bits.to_bytes(size, "little"))
             elif kind in ("f32", "f64"):
-                out.extend(
-                    struct.pack("<f" if kind == "f32" else "<d", -number.value if negative else number.value)
-                )
+                out.extend(struct.pack("<f" if kind == "f32" else "<d", -number.value if negative else number.value))
             else:
                 integer = -int(number.value) if negative else int(number.value)
                 out.extend((integer & ((1 << (8 * size)) - 1)).to_bytes(size, "little"))

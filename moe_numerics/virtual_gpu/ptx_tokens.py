@@ -31,9 +31,7 @@ class Tokens:
         while position < len(text):
             match = _TOKEN.match(text, position)
             if match is None:
-                raise error(
-                    "syntax", f"unexpected character {text[position]!r}", line=line, text=self.at(line)
-                )
+                raise error("syntax", f"unexpected character {text[position]!r}", line=line, text=self.at(line))
             kind, value = match.lastgroup, match.group()
             if kind not in ("skip", "newline"):
                 self.items.append((str(kind), value, line))

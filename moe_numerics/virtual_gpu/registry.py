@@ -94,9 +94,7 @@ def instruction(
     opcode, *words = syntax.split()
     slots = []
     for word in words:
-        match = re.fullmatch(
-            r"\.(?P<literal>[\w:]+)(?P<o1>\?)?|(?P<name>\w+)(?P<o2>\?)?=(?P<values>[\w:|]+)", word
-        )
+        match = re.fullmatch(r"\.(?P<literal>[\w:]+)(?P<o1>\?)?|(?P<name>\w+)(?P<o2>\?)?=(?P<values>[\w:|]+)", word)
         if match is None:
             raise ValueError(f"{word!r} in {syntax!r} is neither a literal nor a slot")
         if match["literal"]:

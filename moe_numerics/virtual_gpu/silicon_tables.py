@@ -13,12 +13,22 @@ import lzma
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["ARCHITECTURES", "FUNCTIONS", "HALVES", "decode_table", "encode_table", "evaluate", "evaluate_half", "install"]
+__all__ = [
+    "ARCHITECTURES",
+    "FUNCTIONS",
+    "HALVES",
+    "decode_table",
+    "encode_table",
+    "evaluate",
+    "evaluate_half",
+    "install",
+]
 
 ARCHITECTURES = ("sm_90a",)
 FUNCTIONS = ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "tanh")
@@ -216,7 +226,7 @@ def _correction(arch: str, name: str, ftz: bool) -> Callable[..., npt.NDArray[np
     return correct
 
 
-def _correction_of_codes(arch: str, name: str) -> Callable[..., npt.NDArray[np.uint16]]:
+def _correction_of_codes(arch: str, name: str) -> Callable[..., Any]:
     def correct(codes: npt.NDArray[np.uint16], rounded: npt.NDArray[np.uint16]) -> npt.NDArray[np.uint16]:
         index = torch.from_numpy(np.ascontiguousarray(codes).reshape(-1).astype(np.int64))
         return evaluate_half(arch, name, index).numpy().astype(np.uint16).reshape(np.shape(codes))

@@ -39,9 +39,7 @@ def _per_block(axis: int, of: str) -> Callable[[Wave], Any]:
 
 
 # Registers whose value changes while a wave runs are not cached.
-VOLATILE = frozenset(
-    {"%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi"}
-)
+VOLATILE = frozenset({"%clock", "%clock_hi", "%clock64", "%globaltimer", "%globaltimer_lo", "%globaltimer_hi"})
 
 SPECIAL: dict[str, Callable[[Wave], Any]] = {
     "%laneid": lambda w: w.lane,

@@ -386,9 +386,7 @@ class Wave:
             ins = s.steps[0][1] if s.steps else s.end_instruction
             threads = np.concatenate([self.index(p) for p in parts])
             first = first or (ins, int(threads[0]))
-            places.append(
-                f"{threads.size} threads at line {getattr(ins, 'line', '?')} wait for lanes of their warp"
-            )
+            places.append(f"{threads.size} threads at line {getattr(ins, 'line', '?')} wait for lanes of their warp")
         for ins, threads, why in (*self.barriers.waiting(), *self.cluster_barrier.waiting(), *self.mbarriers.waiting()):
             first = first or (ins, int(threads[0]))
             b, t = self.place(int(threads[0]))
