@@ -57,6 +57,7 @@ def raise_amax(pointer: cute.Pointer, largest: Float32, lane: Int32) -> None:
     """
     bits = cute.arch.warp_redux_sync(largest.bitcast(Uint32), "umax")
     cell = cute.recast_ptr(pointer, dtype=Uint32)
-    if lane == 0:
+    # Two conditions: only one lane may look, and a staged `and` evaluates both sides.
+    if lane == 0:  # noqa: SIM102
         if cute.arch.load(cell, Uint32, sem="relaxed", scope="gpu") < bits:
             cute.arch.atomic_max(cell, bits, sem="relaxed", scope="gpu")

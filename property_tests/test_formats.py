@@ -91,9 +91,7 @@ def encode_by_definition(element: FloatFormat, values: list[float], rounding: st
     else:
         to_below = negative == (rounding == "up")
     # What lies below the lowest code of a format without zero goes to that code.
-    codes = np.where(
-        (grid[above] <= magnitude) | (magnitude <= grid[0]), above, np.where(to_below, below, above)
-    )
+    codes = np.where((grid[above] <= magnitude) | (magnitude <= grid[0]), above, np.where(to_below, below, above))
     keeps_sign = negative & element.signed & ~((element.specials == "fnuz") & (codes == 0))
     return (codes | np.where(keeps_sign, element.sign_mask, 0)).tolist()
 
@@ -343,9 +341,7 @@ def test_ml_dtypes_rounds_the_same(element: FloatFormat) -> None:
 
 def test_ml_dtypes_e8m0_differs_only_where_known() -> None:
     """ml_dtypes also rounds E8M0 to nearest; what differs is written out."""
-    x = torch.tensor(
-        [0.0, 2.0**-149, 2.0**-128, 2.0**-127, 1.25 * 2.0**-127, 1.5, 3.0, 2.0**127, 1.5 * 2.0**127]
-    )
+    x = torch.tensor([0.0, 2.0**-149, 2.0**-128, 2.0**-127, 1.25 * 2.0**-127, 1.5, 3.0, 2.0**127, 1.5 * 2.0**127])
     theirs = x.numpy().astype(ml_dtypes.float8_e8m0fnu).view(np.uint8).tolist()
     ours = E8M0.encode(x, overflow="nonfinite").tolist()
     differing = {float(value): (a, b) for value, a, b in zip(x, ours, theirs, strict=True) if a != b}
@@ -400,9 +396,7 @@ def test_decoding_into_another_dtype_is_exact_or_refused(element: FloatFormat) -
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         holds = torch.equal(exact.to(dtype).to(torch.float64).nan_to_num(), exact.nan_to_num())
         if holds:
-            assert torch.equal(
-                element.decode(codes, dtype).to(torch.float64).nan_to_num(), exact.nan_to_num()
-            )
+            assert torch.equal(element.decode(codes, dtype).to(torch.float64).nan_to_num(), exact.nan_to_num())
         else:
             with pytest.raises(ValueError, match="does not hold every value"):
                 element.decode(codes, dtype)
@@ -424,9 +418,7 @@ def test_bad_arguments_name_the_value_and_the_rule() -> None:
         (lambda: E4M3.encode(x, "stochastic"), "needs random_bits"),
         (lambda: E4M3.encode(x, "stochastic", random_bits=torch.zeros(2, dtype=torch.int64)), "shape"),
         (
-            lambda: E4M3.encode(
-                x, "stochastic", random_bits=torch.zeros(3, dtype=torch.int64), random_width=40
-            ),
+            lambda: E4M3.encode(x, "stochastic", random_bits=torch.zeros(3, dtype=torch.int64), random_width=40),
             "random_width is 40",
         ),
         (lambda: E4M3.decode(x), "decodes uint8 codes"),

@@ -21,9 +21,7 @@ SIGNS = st.lists(st.sampled_from([1, -1]), min_size=16, max_size=16).map(tuple)
 
 def sylvester() -> torch.Tensor:
     places = range(16)
-    return torch.tensor(
-        [[(-1.0) ** (i & j).bit_count() for j in places] for i in places], dtype=torch.float64
-    )
+    return torch.tensor([[(-1.0) ** (i & j).bit_count() for j in places] for i in places], dtype=torch.float64)
 
 
 @st.composite
@@ -105,9 +103,7 @@ def test_rotation_keeps_energy_and_inverts(
     contract = Contract(rht_normalise="orthonormal" if orthonormal else "none")
     turned = hadamard.rotate(x, axis, signs, contract, experts)
     back = hadamard.rotate_back(turned, axis, signs, contract, experts)
-    torch.testing.assert_close(
-        back, x, rtol=0, atol=8 * 2.0**-24 * 16 * float(x.abs().max() if len(x) else 0)
-    )
+    torch.testing.assert_close(back, x, rtol=0, atol=8 * 2.0**-24 * 16 * float(x.abs().max() if len(x) else 0))
     energy = turned.to(torch.float64).square().sum() / (1 if orthonormal else 16)
     assert math.isclose(energy, x.to(torch.float64).square().sum(), rel_tol=1e-5, abs_tol=1e-12)
 
@@ -123,9 +119,7 @@ def test_rotations_of_both_operands_cancel(experts: Experts, seed: int) -> None:
     for e, (start, count) in enumerate(zip(experts.starts, experts.counts, strict=True)):
         own, first = slice(start, start + count), slots.starts[e]
         there = slice(first, first + slots.counts[e])
-        torch.testing.assert_close(
-            turned[there].t() @ turned_grad[there], x[own].t() @ grad[own], atol=1e-10, rtol=0
-        )
+        torch.testing.assert_close(turned[there].t() @ turned_grad[there], x[own].t() @ grad[own], atol=1e-10, rtol=0)
 
 
 @given(ragged(), st.integers(0, 1000), st.sampled_from([-1, -2]))

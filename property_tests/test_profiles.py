@@ -87,9 +87,7 @@ def test_default_signs_are_those_published() -> None:
 def outputs(contract: Contract) -> dict[str, list[int]]:
     """Bytes of the reference on one input chosen so that every choice that acts on it shows."""
     generator = torch.Generator().manual_seed(7)
-    x = torch.randn(48, 64, generator=generator) * torch.exp2(
-        torch.randint(-3, 4, (48, 64), generator=generator)
-    )
+    x = torch.randn(48, 64, generator=generator) * torch.exp2(torch.randint(-3, 4, (48, 64), generator=generator))
     special = torch.zeros(4, 32)
     special[0, :2] = torch.tensor([math.nan, 1.0])
     special[1, :2] = torch.tensor([math.inf, -0.0])
@@ -123,9 +121,7 @@ def outputs(contract: Contract) -> dict[str, list[int]]:
 
 
 QUANTISER_CHOICES = {
-    name: allowed
-    for name, allowed in CHOICES.items()
-    if name not in ("maths", "compute", "padding", "mx_inf")
+    name: allowed for name, allowed in CHOICES.items() if name not in ("maths", "compute", "padding", "mx_inf")
 }
 
 

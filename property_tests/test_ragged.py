@@ -45,9 +45,7 @@ def test_owned_rows_are_those_between_start_and_count(experts: Experts) -> None:
 def test_column_blocks_never_share_a_scale_row(experts: Experts, block: int) -> None:
     """Every block of every expert has a scale row of its own within the declared shape (B38, B53)."""
     taken = [
-        experts.colwise_row(e, j, block)
-        for e in range(len(experts))
-        for j in range(-(-experts.counts[e] // block))
+        experts.colwise_row(e, j, block) for e in range(len(experts)) for j in range(-(-experts.counts[e] // block))
     ]
     assert len(set(taken)) == len(taken)
     assert all(0 <= row < experts.colwise_rows(block) for row in taken)
@@ -98,9 +96,7 @@ def test_tensors_and_sequences_describe_the_same_experts(experts: Experts) -> No
     assert plain == experts
     for dtype in (torch.int32, torch.int64):
         counts = torch.tensor(experts.counts, dtype=dtype)
-        tensors = Experts.from_offsets(
-            torch.tensor(ends, dtype=dtype), counts, experts.capacity, experts.alignment
-        )
+        tensors = Experts.from_offsets(torch.tensor(ends, dtype=dtype), counts, experts.capacity, experts.alignment)
         assert tensors == experts
 
 
@@ -157,9 +153,7 @@ def test_a_block_that_does_not_exist_is_an_index_error() -> None:
     """Asking for a block past an expert's rows must not hand out the next expert's scale row."""
     experts = Experts.from_offsets([0, 40, 80])
     assert experts.colwise_row(0, 1, 32) == 1
-    with pytest.raises(
-        IndexError, match="block 2 of expert 0 does not exist: its 40 rows make 2 blocks of 32"
-    ):
+    with pytest.raises(IndexError, match="block 2 of expert 0 does not exist: its 40 rows make 2 blocks of 32"):
         experts.colwise_row(0, 2, 32)
     with pytest.raises(IndexError, match="expert 2 does not exist"):
         experts.colwise_row(2, 0, 32)

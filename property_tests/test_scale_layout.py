@@ -37,9 +37,7 @@ def test_padding_bytes_never_reach_the_scales(lines: int, blocks: int) -> None:
     """
     scales = torch.full((lines, blocks), 127, dtype=torch.uint8)
     zero, nan = scale_layout.swizzle(scales), scale_layout.swizzle(scales, 0xFF)
-    assert torch.equal(
-        scale_layout.unswizzle(zero, lines, blocks), scale_layout.unswizzle(nan, lines, blocks)
-    )
+    assert torch.equal(scale_layout.unswizzle(zero, lines, blocks), scale_layout.unswizzle(nan, lines, blocks))
     filled = zero != nan
     assert int(filled.sum()) == scale_layout.swizzled_size(lines, blocks) - lines * blocks
     assert not zero[filled].any()
@@ -58,9 +56,7 @@ def test_quantised_matrices_in_both_directions() -> None:
     assert scale_layout.swizzle_quantized(column)[at] == column.scales[block, line]
 
 
-@given(
-    st.lists(st.integers(0, 70), min_size=1, max_size=4), st.sampled_from([-1, -2]), st.sampled_from([1, 32])
-)
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=4), st.sampled_from([-1, -2]), st.sampled_from([1, 32]))
 def test_each_expert_has_a_layout_of_its_own(sizes: list[int], axis: int, alignment: int) -> None:
     """An expert's layout is that of the expert quantised alone; finds offsets taken over the whole buffer
     (B53).
@@ -81,9 +77,7 @@ def test_each_expert_has_a_layout_of_its_own(sizes: list[int], axis: int, alignm
 def test_words_hold_four_bytes_and_nothing_else(codes: list[int]) -> None:
     """The first scale in the lowest byte; finds bits that leak from one scale into the next (B22)."""
     words = scale_layout.pack_words(torch.tensor(codes, dtype=torch.uint8))
-    assert words.tolist() == [
-        int.from_bytes(bytes(codes[i : i + 4]), "little") for i in range(0, len(codes), 4)
-    ]
+    assert words.tolist() == [int.from_bytes(bytes(codes[i : i + 4]), "little") for i in range(0, len(codes), 4)]
 
 
 def test_bad_arguments_name_the_value_and_the_rule() -> None:

@@ -122,9 +122,7 @@ class Contract:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(
-                    f"{name} = {value!r} is unknown: expected one of {', '.join(map(repr, allowed))}"
-                )
+                raise ValueError(f"{name} = {value!r} is unknown: expected one of {', '.join(map(repr, allowed))}")
         if not re.fullmatch(r"\w+\.\w+", str(self.accumulator)):
             raise ValueError(
                 f"accumulator = {self.accumulator!r} is not a model name: "
@@ -142,9 +140,7 @@ class Contract:
         known = {field.name for field in dataclasses.fields(self)}
         for name in choices:
             if name not in known:
-                raise ValueError(
-                    f"{name!r} is not a choice of a contract: expected one of {', '.join(sorted(known))}"
-                )
+                raise ValueError(f"{name!r} is not a choice of a contract: expected one of {', '.join(sorted(known))}")
         return dataclasses.replace(self, **choices)
 
     def differences(self, other: Contract) -> dict[str, tuple[Any, Any]]:
@@ -158,8 +154,7 @@ class Contract:
     def to_dict(self) -> dict[str, Any]:
         """Gives every choice by name, as values that JSON can hold."""
         return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in dataclasses.asdict(self).items()
+            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
         }
 
     @classmethod

@@ -39,9 +39,7 @@ class Experts:
         if not 1 <= self.alignment <= MAX_ALIGNMENT:
             raise ValueError(f"alignment is {self.alignment}: expected 1 to {MAX_ALIGNMENT}")
         if len(self.starts) != len(self.counts):
-            raise ValueError(
-                f"{len(self.starts)} starts and {len(self.counts)} counts: expected one of each an expert"
-            )
+            raise ValueError(f"{len(self.starts)} starts and {len(self.counts)} counts: expected one of each an expert")
         if self.starts and self.starts[0] != 0:
             raise ValueError(f"starts[0] = {self.starts[0]}: the first expert must start at row 0")
         for e, (start, count) in enumerate(zip(self.starts, self.counts, strict=True)):
@@ -50,9 +48,7 @@ class Experts:
             end = self.starts[e + 1] if e + 1 < len(self.starts) else self.capacity
             if end < start:
                 what = f"starts[{e + 1}]" if e + 1 < len(self.starts) else "capacity"
-                raise ValueError(
-                    f"{what} = {end} is less than starts[{e}] = {start}: starts must not decrease"
-                )
+                raise ValueError(f"{what} = {end} is less than starts[{e}] = {start}: starts must not decrease")
             if not 0 <= count <= end - start:
                 raise ValueError(
                     f"counts[{e}] = {count} does not fit: expert {e} has room for {end - start} rows "
@@ -200,9 +196,7 @@ class Experts:
         with zeros to a multiple of `block`. It is the layout of column-wise blocks, of their rotation and of
         transposed codes.
         """
-        starts = tuple(
-            (start // block + self._spread(block) * e) * block for e, start in enumerate(self.starts)
-        )
+        starts = tuple((start // block + self._spread(block) * e) * block for e, start in enumerate(self.starts))
         counts = tuple(-(-count // block) * block for count in self.counts)
         return Experts(starts, counts, self.colwise_rows(block) * block, block)
 

@@ -45,8 +45,7 @@ def swizzle(scales: torch.Tensor, padding: int = 0) -> torch.Tensor:
     """
     if scales.dtype != torch.uint8 or scales.dim() != 2:
         raise ValueError(
-            f"scales have dtype {scales.dtype} and shape {tuple(scales.shape)}: "
-            "expected uint8 [lines, blocks]"
+            f"scales have dtype {scales.dtype} and shape {tuple(scales.shape)}: expected uint8 [lines, blocks]"
         )
     if not 0 <= padding <= 255:
         raise ValueError(f"padding is {padding}: expected a byte, 0 to 255")
@@ -106,8 +105,7 @@ def pack_words(codes: torch.Tensor) -> torch.Tensor:
     """
     if codes.dtype != torch.uint8 or codes.dim() == 0 or codes.shape[-1] % 4:
         raise ValueError(
-            f"codes have dtype {codes.dtype} and shape {tuple(codes.shape)}: "
-            "expected uint8, four for each word"
+            f"codes have dtype {codes.dtype} and shape {tuple(codes.shape)}: expected uint8, four for each word"
         )
     parts = codes.to(torch.int64).unflatten(-1, (-1, 4))
     return parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16 | parts[..., 3] << 24
