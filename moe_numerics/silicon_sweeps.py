@@ -13,14 +13,23 @@ import torch
 
 from moe_numerics.virtual_gpu import micro, silicon_tables
 
-__all__ = ["Launcher", "Sweep", "instructions", "seeded_reciprocal", "sweep_all", "sweep_approximation", "sweep_half"]
+__all__ = [
+    "HALF_NAMES",
+    "Launcher",
+    "Sweep",
+    "instructions",
+    "seeded_reciprocal",
+    "sweep_all",
+    "sweep_approximation",
+    "sweep_half",
+]
 
 CHUNK = 1 << 26
 _SEEDED = (
     ".reg .b32 %y, %minus, %e; rcp.approx.ftz.f32 %y, {a0}; neg.f32 %minus, {a0}; "
     "fma.rn.f32 %e, %minus, %y, 0f3F800000; fma.rn.f32 {d0}, %y, %e, %y; rcp.rn.f32 {d1}, {a0};"
 )
-_HALF_NAMES = {"ex2.f16": "ex2.approx.f16", "ex2.bf16": "ex2.approx.ftz.bf16", "tanh.f16": "tanh.approx.f16",
+HALF_NAMES = {"ex2.f16": "ex2.approx.f16", "ex2.bf16": "ex2.approx.ftz.bf16", "tanh.f16": "tanh.approx.f16",
                "tanh.bf16": "tanh.approx.bf16"}  # fmt: skip
 
 
@@ -94,7 +103,7 @@ def sweep_approximation(
 
 def sweep_half(launcher: Launcher, arch: str, name: str) -> Sweep:
     """All 65,536 inputs of a 16-bit approximation."""
-    instruction = _HALF_NAMES[name]
+    instruction = HALF_NAMES[name]
     ptx = micro.kernel(
         f".reg .b16 %h; cvt.u16.u32 %h, {{a0}}; {instruction} %h, %h; cvt.u32.u16 {{d0}}, %h;", ["b32"], ["b32"], arch
     )

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kernel_runs import thorough
 
-from moe_numerics import silicon, silicon_sweeps
+from moe_numerics import silicon, silicon_capture, silicon_sweeps
 from moe_numerics.silicon_data import operands
 from moe_numerics.silicon_probes import probes
 from moe_numerics.silicon_scenes import scenes
@@ -164,6 +164,16 @@ def test_a_sweep_sees_a_wrong_model(instruction: str, name: str, ftz: bool, monk
     found = sweep()
     assert found.differences == 1
     assert found.first.startswith("0x3faaab2c gives ")
+
+
+@given(st.sampled_from([*silicon_capture.TABLES, *silicon_tables.HALVES]), st.floats(0, 1))
+def test_a_table_holds_the_results_it_says(name: str, place: float) -> None:
+    """Catches a capture of other inputs than the models look up."""
+    size = 1 << 16 if name in silicon_tables.HALVES else silicon_capture.TABLES[name].entries
+    first = int(place * (size - 64))
+    captured = silicon_capture.capture_table(VirtualLauncher(), silicon.ARCH, name, first, first + 64)
+    stored = silicon_tables.stored(silicon.ARCH, name, first, first + 64)
+    assert captured.tolist() == stored.tolist()
 
 
 def test_the_seeded_reciprocal_is_correctly_rounded_where_it_is_replayed() -> None:

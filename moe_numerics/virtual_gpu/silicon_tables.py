@@ -28,6 +28,7 @@ __all__ = [
     "evaluate",
     "evaluate_half",
     "install",
+    "stored",
 ]
 
 ARCHITECTURES = ("sm_90a",)
@@ -78,6 +79,11 @@ def _table(arch: str, name: str, device: str) -> torch.Tensor:
     with np.load(FOLDER / f"{arch}.npz") as file:
         values = decode_table(file[name])
     return torch.from_numpy(values.astype(np.uint32).view(np.int32))
+
+
+def stored(arch: str, name: str, first: int, last: int) -> npt.NDArray[np.int64]:
+    """Entries `first` to before `last` of a table, as `encode_table` was given them."""
+    return _table(arch, name, "cpu")[first:last].numpy().view(np.uint32).astype(np.int64)
 
 
 def _lookup(arch: str, name: str, index: torch.Tensor) -> torch.Tensor:
