@@ -36,7 +36,10 @@ __all__ = ["Plan", "Task", "campaign_cases", "default_examples", "run_task", "ve
 GROUP = 5
 """Cases that share one compilation."""
 
-CUDA_PROCESSES = 4
+FEW_EXAMPLES, FEW_ELEMENTS = 3, 20_000
+"""Up to so many cases a path, as when every path runs, drawn cases have about so many elements."""
+
+CUDA_PROCESSES = 12
 """Processes that share a CUDA device: compiling takes longer than running."""
 
 SHRINK_ATTEMPTS = 60
@@ -102,6 +105,8 @@ def campaign_cases(path: Path, profile: str, examples: int, seed: int) -> Iterat
     for group in range(-(-examples // GROUP)):
         source = SeededSource(values.key("variant", path.id, seed, group))
         space = _variant(path.space(profile), source)
+        if examples <= FEW_EXAMPLES:
+            space = replace(space, max_elements=FEW_ELEMENTS, big_elements=3 * FEW_ELEMENTS)
         wanted = min(GROUP, examples - group * GROUP)
         if group == 0:
             wanted -= 2
@@ -296,7 +301,8 @@ def _run_all(plan: Plan) -> Iterator[TaskResult]:
             futures.update({pool.submit(run_task, task): task for task in virtual})
         for device in plan.devices:
             if not device.startswith("virtual:"):
-                pool = ProcessPoolExecutor(min(CUDA_PROCESSES, plan.workers), mp_context=context)
+                processes = min(CUDA_PROCESSES, plan.workers)
+                pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_one_thread)
                 pools.append(pool)
                 tasks = [task for task in plan.tasks() if task.device == device]
                 futures.update({pool.submit(run_task, task): task for task in tasks})
