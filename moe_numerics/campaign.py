@@ -36,9 +36,6 @@ __all__ = ["Plan", "Task", "campaign_cases", "default_examples", "run_task", "ve
 GROUP = 5
 """Cases that share one compilation."""
 
-FEW_EXAMPLES, FEW_ELEMENTS = 3, 20_000
-"""Up to so many cases a path, as when every path runs, drawn cases have about so many elements."""
-
 CUDA_PROCESSES = 12
 """Processes that share a CUDA device: compiling takes longer than running."""
 
@@ -105,8 +102,6 @@ def campaign_cases(path: Path, profile: str, examples: int, seed: int) -> Iterat
     for group in range(-(-examples // GROUP)):
         source = SeededSource(values.key("variant", path.id, seed, group))
         space = _variant(path.space(profile), source)
-        if examples <= FEW_EXAMPLES:
-            space = replace(space, max_elements=FEW_ELEMENTS, big_elements=3 * FEW_ELEMENTS)
         wanted = min(GROUP, examples - group * GROUP)
         if group == 0:
             wanted -= 2

@@ -26,9 +26,10 @@ _ONE = 127 << 23
 
 @dataclass(frozen=True)
 class Table:
-    """Where a table comes from: entry i is the result for the float32 with bits `first + (i << dropped)`, less `offset`.
+    """Where a table comes from.
 
-    Several pieces follow one another.
+    pieces: (first, count, dropped), one after the other: entry i of one is the result for the float32 with the bits
+    first + (i << dropped), less `offset`.
     """
 
     instruction: str
@@ -58,7 +59,7 @@ TABLES = {
 def capture_table(
     launcher: Launcher, arch: str, name: str, first: int = 0, last: int | None = None
 ) -> npt.NDArray[np.int64]:
-    """Entries `first` to before `last` (None: the end) of a table; `name` is one of TABLES or of the 16-bit functions."""
+    """Entries `first` to before `last` (None: the end) of a table of TABLES or of a 16-bit function."""
     if name in HALF_NAMES:
         instruction = HALF_NAMES[name]
         text = f".reg .b16 %h; cvt.u16.u32 %h, {{a0}}; {instruction} %h, %h; cvt.u32.u16 {{d0}}, %h;"

@@ -131,16 +131,23 @@ _TE, _CUDNN, _GEMM, _FLASH, _AO = (
     "flashinfer",
     "torchao",
 )
-_GROUPED = "tests/pytorch/test_fusible_ops.py"
+_GROUPED = "tests/pytorch/test_grouped_mlp.py"
 _MOE = "tests/moe/test_trtllm_gen_fused_moe.py"
-_TRAINING = "test/prototype/moe_training/test_training.py"
+_TRAINING = "test/prototype/moe_training"
 
 PEERS: tuple[Tolerance, ...] = (
-    Tolerance(_TE, "2.20", f"{_GROUPED}, bfloat16", "close", (1e-5, 1.6e-2), (("activation", "*", "bf16", "values"),)),
     Tolerance(
         _TE,
         "2.20",
-        f"{_GROUPED}, grouped MLP in MXFP8",
+        "tests/pytorch/test_fusible_ops.py, bfloat16",
+        "close",
+        (1e-5, 1.6e-2),
+        (("activation", "*", "bf16", "values"),),
+    ),
+    Tolerance(
+        _TE,
+        "2.20",
+        f"{_GROUPED}, fused in MXFP8",
         "close",
         (0.25, 0.125),
         (
@@ -154,7 +161,7 @@ PEERS: tuple[Tolerance, ...] = (
     Tolerance(
         _TE,
         "2.20",
-        f"{_GROUPED}, grouped MLP in NVFP4",
+        f"{_GROUPED}, fused in NVFP4",
         "close",
         (0.5, 0.25),
         (("activation", "*", "nvfp4", "values"),),
@@ -214,12 +221,15 @@ PEERS: tuple[Tolerance, ...] = (
     Tolerance(
         _GEMM,
         "2026-06",
-        "tests/test_fp8.py, calc_diff",
+        "tests/test_fp8_fp4.py",
         "calc_diff",
         (1e-3,),
-        tuple(("*", "*", form, "values") for form in ("bf16", "mxfp8_e4m3", "mxfp8_e5m2")),
+        tuple(("*", "*", form, "values") for form in ("mxfp8_e4m3", "mxfp8_e5m2")),
     ),
-    Tolerance(_GEMM, "2026-06", "tests/test_fp4.py, calc_diff", "calc_diff", (0.02,), (("*", "*", "nvfp4", "values"),)),
+    Tolerance(_GEMM, "2026-06", "tests/test_bf16.py", "calc_diff", (1e-5,), (("*", "*", "bf16", "values"),)),
+    Tolerance(
+        _GEMM, "2026-06", "tests/test_fp8_fp4.py, FP4 by FP4", "calc_diff", (0.02,), (("*", "*", "nvfp4", "values"),)
+    ),
     Tolerance(
         _FLASH, "2026-08", f"{_MOE}, FP4", "share", (0.1, 0.85, 0.925), (("activation", "fwd", "nvfp4", "values"),)
     ),
@@ -238,7 +248,7 @@ PEERS: tuple[Tolerance, ...] = (
         Tolerance(
             _AO,
             "0.18",
-            f"{_TRAINING}, {name}",
+            f"{_TRAINING}/test_{forms[0].partition('_')[0]}_grouped_mm.py, {name}",
             "sqnr",
             (floor,),
             tuple((operation, direction, form, "values") for form in forms for operation in operations),

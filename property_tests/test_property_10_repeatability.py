@@ -22,6 +22,7 @@ from kernel_runs import (
     space,
 )
 
+from moe_numerics import operations
 from moe_numerics.cases import Case
 from moe_numerics.devices import Outcome
 from moe_numerics.paths import Path
@@ -80,8 +81,11 @@ def test_a_replayed_graph_serves_new_counts(path: Path, data: st.DataObject) -> 
             name: torch.zeros(shape, dtype=dtype, device="cuda")
             for name, (shape, dtype) in path.operation.shapes(case).items()
         }
+        # A copy from the host cannot be captured: the seed has to be on the device before.
+        words = operations._seed_words(case, torch.device("cuda"))
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with pytest.MonkeyPatch.context() as patch, torch.cuda.graph(graph):
+            patch.setattr(operations, "_seed_words", lambda *_: words)
             path.operation.fused(case, inputs, contract, outputs)
         for name, tensor in other.tensors(path.inputs, "cuda").items():
             inputs[name].copy_(tensor)
