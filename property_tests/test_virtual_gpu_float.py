@@ -195,13 +195,22 @@ EDGES = (
 Case = tuple[str, str, tuple[str, ...], Callable[..., int]]
 
 
+def tiny(value: Exact, mode: str) -> bool:
+    """Whether a result, rounded as if exponents had no end, is below 2^-126: an H200 flushes by that."""
+    sign, x = value
+    if not isinstance(x, Fraction) or not 0 < x < Fraction(2) ** -125:
+        return False
+    return flushed(encode((sign, x * 2**64), F32, mode)) & 0x7FFFFFFF < (127 - 62) << 23
+
+
 def wrapped(op: Callable[..., Exact], count: int, mode: str, ftz: bool, sat: bool) -> Callable[..., int]:
     def expect(*codes: int) -> int:
         if ftz:
             codes = tuple(flushed(c) for c in codes)
-        code = encode(op(*(decode(c, F32) for c in codes)), F32, mode)
+        exact = op(*(decode(c, F32) for c in codes))
+        code = encode(exact, F32, mode)
         if ftz:
-            code = flushed(code)
+            code = code & 0x80000000 if tiny(exact, mode) else flushed(code)
         return saturated(code) if sat else code
 
     return expect

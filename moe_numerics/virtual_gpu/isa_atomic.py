@@ -66,6 +66,14 @@ def _flushing_add(old: Array, value: Array) -> Array:
     return floats.flush(floats.add(floats.flush(old), floats.flush(value), "rn"))
 
 
+def _keeping_add(old: Array, value: Array) -> Array:
+    """A NaN stays as it is, the operand's before the cell's."""
+    return np.where(np.isnan(value), value, np.where(np.isnan(old), old, old + value))
+
+
+_GLOBAL_SUMS = {"f32": _flushing_add, "f64": _keeping_add}
+
+
 _INTEGER_AT = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
                "xor": np.bitwise_xor}  # fmt: skip
 
@@ -77,7 +85,6 @@ def perform(
     apply = operation(op, kind)
     view = VIEW[kind]
     parts = memory.locate(w, i, space, address, size)
-    flushing = kind == "f32" and op == "add"
     old = np.empty(address.size, view) if want else None
     for region, offsets, where in parts:
         memory.check_writable(region, i, where, address)
@@ -95,8 +102,8 @@ def perform(
             if region.shadow is not None:
                 region.store(items, size, region.load(items, size))
             continue
-        # Global memory's adders flush subnormal operands and results, those of shared memory do not (seen on an H200).
-        added = _flushing_add if flushing and region.space == "global" else apply
+        # Global memory's adders flush subnormal float32 and do not quiet a NaN of float64 (seen on an H200).
+        added = _GLOBAL_SUMS.get(kind, apply) if op == "add" and region.space == "global" else apply
         found = _serve(w, cells, items, mine, added)
         if region.shadow is not None:
             region.store(items, size, region.load(items, size))

@@ -46,7 +46,7 @@ def from_integer(b: Lowering, m: Modifiers) -> Step:
         if target == "f64" and m.rnd == "rn":
             return x.astype(np.float64)
         if m.rnd == "rn" and target == "f32":
-            return x.astype(np.float32)
+            return floats.saturate(x.astype(np.float32)) if m.sat else x.astype(np.float32)
         # The halves of a 64-bit integer are exact, and so are their sum and its error.
         high, low = np.zeros_like(x), x
         if x.dtype.itemsize == 8:
@@ -111,12 +111,19 @@ def widen(b: Lowering, m: Modifiers) -> Step:
     return b.alu("f32", ("f16",), decoder("f16"))
 
 
+def _half_to_double(x: Array) -> Array:
+    """f16 codes as float64; a NaN keeps its sign and payload, quieted (seen on an H200)."""
+    values = decoder("f16")(x).astype(np.float64)
+    wide = x.astype(np.uint64)
+    kept = (wide & np.uint64(0x8000)) << np.uint64(48) | (wide & np.uint64(0x3FF)) << np.uint64(42)
+    return np.where(np.isnan(values), kept | np.uint64(0x7FF8000000000000), values.view(np.uint64)).view(np.float64)
+
+
 @instruction("cvt .f64 from=f32|f16")
 def to_double(b: Lowering, m: Modifiers) -> Step:
     source = getattr(m, "from")
     if source == "f16":
-        # NaN keeps its sign and payload.
-        return b.alu("f64", ("f16",), lambda x: x.view(np.float16).astype(np.float64))
+        return b.alu("f64", ("f16",), _half_to_double)
     return b.alu("f64", ("f32",), lambda x: x.astype(np.float64))
 
 
@@ -142,10 +149,7 @@ def from_double(b: Lowering, m: Modifiers) -> Step:
     def convert(x: Array) -> Array:
         r = floats.narrow32(x, m.rnd)
         if m.ftz:
-            r = floats.flush(r)
-            if m.rnd in ("rm", "rp"):
-                # The flush comes before the rounding (seen on an H200).
-                r = np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), r).astype(np.float32)
+            r = floats.flush_exact(r, x, m.rnd)
         return floats.saturate(r) if m.sat else r
 
     return b.alu("f32", ("f64",), convert)
@@ -186,12 +190,14 @@ def to_half(b: Lowering, m: Modifiers) -> Step:
 @instruction("cvt rnd=rn|rz|rna .relu? .satfinite? .tf32 .f32")
 def to_tf32(b: Lowering, m: Modifiers) -> Step:
     convert = _narrower(m, "tf32")
-    keeps = m.rnd == "rna" and not m.satfinite
+    # Rounding ties away keeps the upper bits of a NaN, less one step with `.satfinite` (seen on an H200).
+    step_down = np.uint32(0x2000 if m.satfinite else 0)
 
     def step(x: Array) -> Array:
         r = (convert(x) << np.uint32(13)).astype(np.uint32)
-        # Rounding ties away keeps the upper bits of a NaN (seen on an H200).
-        return np.where(np.isnan(x), x.view(np.uint32) & np.uint32(0xFFFFE000), r) if keeps else r
+        if m.rnd != "rna":
+            return r
+        return np.where(np.isnan(x), (x.view(np.uint32) & np.uint32(0xFFFFE000)) - step_down, r)
 
     return b.alu("b32", ("f32",), step)
 

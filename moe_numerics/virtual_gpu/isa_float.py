@@ -20,14 +20,23 @@ from .registry import Modifiers, Step, instruction
 RND = "rnd?=rn|rz|rm|rp"
 
 
-def finish(b: Lowering, m: Modifiers, sources: int, compute: Callable[..., Any]) -> Step:
-    """A float32 instruction with the `.ftz` and `.sat` that it carries."""
+def finish(
+    b: Lowering, m: Modifiers, sources: int, compute: Callable[..., Any], exact: Callable[..., Any] | None = None
+) -> Step:
+    """A float32 instruction with the `.ftz` and `.sat` that it carries.
+
+    exact: the result in float64, exact or rounded to odd, where rounding can lift it out of the subnormal numbers.
+    """
+
+    def flushed(*v: Any) -> Any:
+        inputs = [floats.flush(x) for x in v]
+        r = compute(*inputs)
+        return floats.flush(r) if exact is None else floats.flush_exact(r, exact(*inputs), m.get("rnd", "rn"))
+
     if m.ftz and m.sat:
-        return b.alu(
-            "f32", ("f32",) * sources, lambda *v: floats.saturate(floats.flush(compute(*(floats.flush(x) for x in v))))
-        )
+        return b.alu("f32", ("f32",) * sources, lambda *v: floats.saturate(flushed(*v)))
     if m.ftz:
-        return b.alu("f32", ("f32",) * sources, lambda *v: floats.flush(compute(*(floats.flush(x) for x in v))))
+        return b.alu("f32", ("f32",) * sources, flushed)
     if m.sat:
         return b.alu("f32", ("f32",) * sources, lambda *v: floats.saturate(compute(*v)))
     return b.alu("f32", ("f32",) * sources, compute)
@@ -48,18 +57,23 @@ def sub(b: Lowering, m: Modifiers) -> Step:
 @instruction(f"mul {RND} .ftz? .sat? .f32")
 def mul(b: Lowering, m: Modifiers) -> Step:
     mode = m.get("rnd", "rn")
-    return finish(b, m, 2, lambda x, y: floats.mul(x, y, mode))
+    return finish(b, m, 2, lambda x, y: floats.mul(x, y, mode), lambda x, y: x.astype(np.float64) * y)
+
+
+def _exact_fma(x: Array, y: Array, z: Array) -> Array:
+    product = x.astype(np.float64) * y
+    return floats.odd(*floats.two_sum(product, np.broadcast_to(np.asarray(z, np.float64), product.shape)))
 
 
 @instruction("fma rnd=rn|rz|rm|rp .ftz? .sat? .f32")
 def fma(b: Lowering, m: Modifiers) -> Step:
-    return finish(b, m, 3, lambda x, y, z: floats.fma(x, y, z, m.rnd))
+    return finish(b, m, 3, lambda x, y, z: floats.fma(x, y, z, m.rnd), _exact_fma)
 
 
 @instruction(f"mad {RND} .ftz? .sat? .f32")
 def mad(b: Lowering, m: Modifiers) -> Step:
     mode = m.get("rnd", "rn")
-    return finish(b, m, 3, lambda x, y, z: floats.fma(x, y, z, mode))
+    return finish(b, m, 3, lambda x, y, z: floats.fma(x, y, z, mode), _exact_fma)
 
 
 @instruction("div rnd=rn|rz|rm|rp .ftz? .f32")
@@ -71,7 +85,7 @@ def div(b: Lowering, m: Modifiers) -> Step:
 def rcp(b: Lowering, m: Modifiers) -> Step:
     one = np.ones(1, np.float32)
     if m.ftz and m.rnd in ("rm", "rp"):
-        # The flush comes before the rounding (seen on an H200).
+        # A reciprocal below 2^-126 is flushed even if it rounds up to there (seen on an H200).
         def directed(x: Array) -> Array:
             small = np.isfinite(x) & (np.abs(x) > np.float32(2.0**126))
             return np.where(small, np.copysign(np.float32(0), x), floats.div(one, x, m.rnd))
@@ -146,10 +160,31 @@ def tanh(b: Lowering, m: Modifiers) -> Step:
     return b.alu("f32", ("f32",), approximate.function("tanh", b.program.arch, False))
 
 
+def _by_reciprocal(arch: str, m: Modifiers) -> Callable[[Array, Array], Array]:
+    """As ptxas expands it: both operands are scaled where the reciprocal would leave the normal range."""
+    unit = approximate.function("rcp", arch, True)
+
+    def quotient(x: Array, y: Array) -> Array:
+        size = np.abs(y)
+        scale = np.ones_like(size)
+        if m.how == "full":
+            scale = np.where((size > np.float32(2.0**126)) & np.isfinite(y), np.float32(0.25), scale)
+        if not m.ftz:
+            scale = np.where(size < np.finfo(np.float32).tiny, np.float32(2.0**24), scale)
+        return floats.mul(np.asarray(x * scale), unit(np.asarray(y * scale)), "rn")
+
+    return quotient
+
+
 @instruction("div how=approx|full .ftz? .f32")
 def div_approx(b: Lowering, m: Modifiers) -> Step:
-    """Modelled as the correctly rounded quotient; `.approx` gives 0 for divisors above 2^126 in magnitude."""
+    """The dividend times the approximate reciprocal; where that was not captured, the correctly rounded quotient.
+
+    `.approx` gives 0 for divisors above 2^126 in magnitude.
+    """
     huge = np.float32(2.0**126)
+    if approximate.evidence(b.program.arch, "rcp") == "silicon":
+        return finish(b, m, 2, _by_reciprocal(b.program.arch, m))
 
     def quotient(x: Array, y: Array) -> Array:
         r = floats.div(x, y, "rn")
@@ -188,36 +223,60 @@ for _name, _count in (("add", 2), ("sub", 2), ("mul", 2), ("fma", 3)):
 
 
 # -- float64 --------------------------------------------------------------------------------------------------------
-# NaN keeps the payload of the first NaN operand, and invalid operations give 0xfff8000000000000: so do x86 and an H200.
+
+
+def _with_nan64(x: Array, *operands: Array) -> Array:
+    """`x` with NaN as an H200 makes it: the first of `operands` that is one, quieted, or 0xfff8000000000000."""
+    bad = np.isnan(x)
+    if bad.any():
+        bits = np.full(x.shape, 0xFFF8000000000000, np.uint64)
+        for operand in reversed(operands):
+            spread = np.broadcast_to(operand, x.shape)
+            quiet = np.ascontiguousarray(spread).view(np.uint64) | np.uint64(0x0008000000000000)
+            bits = np.where(np.isnan(spread), quiet, bits)
+        x = np.where(bad, bits, np.ascontiguousarray(x).view(np.uint64)).view(np.float64)
+    return x
+
+
+def _minimum64(x: Array, y: Array) -> Array:
+    """-0 is below +0."""
+    return np.where((x == 0) & (y == 0), np.where(np.signbit(x), x, y), np.fmin(x, y))
+
+
+def _maximum64(x: Array, y: Array) -> Array:
+    return np.where((x == 0) & (y == 0), np.where(np.signbit(x), y, x), np.fmax(x, y))
 
 
 _DOUBLE: dict[str, tuple[int, Callable[..., Any]]] = {
     "add": (2, np.add), "sub": (2, np.subtract), "mul": (2, np.multiply),
-    "min": (2, np.fmin), "max": (2, np.fmax), "neg": (1, np.negative), "abs": (1, np.abs),
+    "min": (2, _minimum64), "max": (2, _maximum64), "neg": (1, np.negative), "abs": (1, np.abs),
 }  # fmt: skip
 for _name, (_count, _op) in _DOUBLE.items():
 
     @instruction(f"{_name} .rn? .f64")
     def double(b: Lowering, m: Modifiers, count: int = _count, op: Callable[..., Any] = _op) -> Step:
-        return b.alu("f64", ("f64",) * count, lambda *v: op(*v))
+        return b.alu("f64", ("f64",) * count, lambda *v: _with_nan64(op(*v), *reversed(v)))
 
 
 @instruction("div .rn .f64")
 def div64(b: Lowering, m: Modifiers) -> Step:
-    return b.alu("f64", ("f64", "f64"), lambda x, y: x / y)
+    return b.alu("f64", ("f64", "f64"), lambda x, y: _with_nan64(x / y, y, x))
 
 
 @instruction("rcp .rn .f64")
 def rcp64(b: Lowering, m: Modifiers) -> Step:
-    return b.alu("f64", ("f64",), lambda x: np.float64(1) / x)
+    return b.alu("f64", ("f64",), lambda x: _with_nan64(np.float64(1) / x, x))
 
 
 @instruction("sqrt .rn .f64")
 def sqrt64(b: Lowering, m: Modifiers) -> Step:
-    return b.alu("f64", ("f64",), lambda x: np.sqrt(x))
+    return b.alu("f64", ("f64",), lambda x: _with_nan64(np.sqrt(x), x))
 
 
 def _fma64(x: float, y: float, z: float) -> float:
+    if np.isfinite(x) and np.isfinite(y) and not np.isfinite(z):
+        # A finite product never meets an infinity: it may only overflow afterwards.
+        return z
     if not (np.isfinite(x) and np.isfinite(y) and np.isfinite(z)):
         return float(np.float64(x) * np.float64(y) + np.float64(z))
     exact = Fraction(x) * Fraction(y) + Fraction(z)
@@ -233,4 +292,4 @@ def _fma64(x: float, y: float, z: float) -> float:
 def fma64(b: Lowering, m: Modifiers) -> Step:
     """Exact rational arithmetic, element by element: right, and slow."""
     compute = np.frompyfunc(_fma64, 3, 1)
-    return b.alu("f64", ("f64",) * 3, lambda x, y, z: np.asarray(compute(x, y, z), np.float64))
+    return b.alu("f64", ("f64",) * 3, lambda x, y, z: _with_nan64(np.asarray(compute(x, y, z), np.float64), y, z, x))
