@@ -52,6 +52,8 @@ UNMODELLED = ("sin.approx", "cos.approx")
 
 # In a checkout, and in an editable install of one; elsewhere nothing was captured.
 VECTORS = Path(__file__).resolve().parent.parent / "reports" / "silicon" / ARCH
+# The copy of `evidence.json` that the package ships: an installed suite has no reports/.
+EVIDENCE = Path(__file__).resolve().parent / "virtual_gpu" / "tables"
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -321,7 +323,7 @@ def _write(folder: Path, report: dict[str, Any]) -> None:
     )
 
 
-def load_evidence(folder: Path = VECTORS) -> Mapping[str, Any]:
+def load_evidence(folder: Path = EVIDENCE) -> Mapping[str, Any]:
     """The list of instructions compared on silicon, empty where none was captured."""
     return _read_evidence(folder / "evidence.json")
 

@@ -90,6 +90,10 @@ def test_the_page_of_instructions_is_up_to_date() -> None:
     assert page == table.render(), "run `python -m moe_numerics.virtual_gpu.table > docs/instructions.md`"
 
 
+def test_the_package_ships_the_evidence_of_the_last_run() -> None:
+    assert silicon.load_evidence() == silicon.load_evidence(FOLDER)
+
+
 def test_evidence_names_what_was_compared() -> None:
     assert silicon.evidence_of("fma.rn.f32", "sm_90a") == "silicon"
     assert silicon.evidence_of("fma.rn.f32", "sm_100a") == "manual"
