@@ -27,7 +27,8 @@ EXIT_USAGE = 2
 EXIT_LOST = 4
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, rich_markup_mode=None)
-_console = Console()
+# In a log there is no width to keep to: ids of paths must stay whole.
+_console = Console(width=None if sys.stdout.isatty() else 160)
 
 DeviceOption = Annotated[
     list[str] | None,
