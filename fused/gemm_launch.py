@@ -15,7 +15,7 @@ from moe_numerics.fused.compilation import Compiled, compile_function, current_t
 from moe_numerics.fused.elementwise import fake
 from moe_numerics.fused.gemm_mainloop import launch_grouped_gemm
 from moe_numerics.fused.gemm_problem import BLOCK, RaggedDepth, RaggedRows, Tiling
-from moe_numerics.fused.launch import _argument, _stream, check_tensor
+from moe_numerics.fused.launch import as_argument, check_tensor, current_stream
 from moe_numerics.reference.contract import Contract
 
 __all__ = [
@@ -167,11 +167,11 @@ def launch_gemm(
     )
     device = left[0].device
     variant.compile()(
-        _argument(left[0]),
-        _argument(right[0]),
-        _argument(offsets),
-        _argument(counts),
-        tuple(_argument(tensor) for tensor, _ in tensors),
+        as_argument(left[0]),
+        as_argument(right[0]),
+        as_argument(offsets),
+        as_argument(counts),
+        tuple(as_argument(tensor) for tensor, _ in tensors),
         _multiprocessors(device),
-        _stream(device),
+        current_stream(device),
     )

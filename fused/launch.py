@@ -8,7 +8,7 @@ import torch
 from cutlass.cute.runtime import from_dlpack
 from moe_numerics.fused.compilation import Compiled
 
-__all__ = ["check_tensor", "launch"]
+__all__ = ["as_argument", "check_tensor", "current_stream", "launch"]
 
 
 def check_tensor(
@@ -38,10 +38,10 @@ def check_tensor(
 
 def launch(compiled: Compiled, first: torch.Tensor, *others: torch.Tensor | None) -> None:
     """Launch a compiled function on the current CUDA stream of the first tensor's device (or on a virtual GPU)."""
-    compiled(*(_argument(tensor) for tensor in (first, *others)), _stream(first.device))
+    compiled(*(as_argument(tensor) for tensor in (first, *others)), current_stream(first.device))
 
 
-def _argument(tensor: torch.Tensor | None) -> Any:
+def as_argument(tensor: torch.Tensor | None) -> Any:
     """The tensor as the DSL takes it, its last dimension contiguous.
 
     Left to itself the DSL looks for the one dimension of stride 1, which a matrix of at most one row does not have.
@@ -51,7 +51,7 @@ def _argument(tensor: torch.Tensor | None) -> Any:
     return from_dlpack(tensor).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
 
 
-def _stream(device: torch.device) -> Any:
+def current_stream(device: torch.device) -> Any:
     import cuda.bindings.driver as cuda
 
     handle = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
