@@ -6,15 +6,10 @@ A path is `op.pass.format[.variant]`. Adding one is an entry here; every command
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 
-import torch
-
-from moe_numerics.cases import Case, TensorSpec
-from moe_numerics.contract import ALIASES, PROFILES, profile
-from moe_numerics.drawing import Space
+from moe_numerics.cases import TensorSpec
+from moe_numerics.contract import PROFILES
 from moe_numerics.findings import Grade
 from moe_numerics.operations import (
     ActivationBackward,
@@ -22,120 +17,15 @@ from moe_numerics.operations import (
     ActivationThenNvfp4,
     Mxfp8Copies,
     Nvfp4Copies,
-    Operation,
 )
-from moe_numerics.reference import mxfp8, nvfp4
+from moe_numerics.path_model import DEVICES, OutputSpec, Path, PathError
+from moe_numerics.reference import nvfp4
 from moe_numerics.reference.activations import ACTIVATIONS, CLAMPED_SWIGLU_PRESETS, Activation
-from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.elementwise import BOTH, Blocks
 from moe_numerics.reference.formats import E4M3, E5M2, FloatFormat
 from moe_numerics.reference.grouped_nvfp4 import Recipe
-from moe_numerics.reference.ragged import Experts
 
 __all__ = ["DEVICES", "OutputSpec", "Path", "PathError", "all_paths", "find_path", "match_paths"]
-
-DEVICES = ("virtual:sm_90a", "virtual:sm_100a", "cuda")
-
-
-class PathError(ValueError):
-    """No such path, or a path that does not take what it was given."""
-
-
-@dataclass(frozen=True)
-class OutputSpec:
-    """One output: its number format, its shape in words, and what its rows are.
-
-    rows: "token" (row of the buffer), "block" (a column-wise block of 32 rows of one expert), "expert", "all" (every
-    element is owned), "buffer" (the same, of scales swizzled over the whole buffer), or "transposed": rows are columns
-    of the buffer, and each `columns_per_block` columns belong to a block of 16 rows of one expert.
-    """
-
-    name: str
-    format: str
-    shape: str
-    rows: str
-    columns_per_block: int = 0
-
-    @property
-    def dtype(self) -> str:
-        """The torch dtype that holds it."""
-        return self.format if self.format in ("bfloat16", "float32") else "uint8"
-
-    def owned(self, experts: Experts, device: torch.device | str = "cpu") -> torch.Tensor:
-        """bool, broadcastable to the output: what the path writes."""
-        if self.rows == "token":
-            return experts.valid_rows(device)
-        if self.rows == "block":
-            return experts.owned_colwise_rows(mxfp8.BLOCK, device)
-        if self.rows == "transposed":
-            return (
-                experts.owned_colwise_rows(nvfp4.BLOCK, device).repeat_interleave(self.columns_per_block).unsqueeze(0)
-            )
-        return torch.ones(1, dtype=torch.bool, device=device)
-
-    def row_expert(self, experts: Experts, device: torch.device | str = "cpu") -> torch.Tensor | None:
-        """int64 [rows]: the expert of each row, -1 for none; None where rows have no expert."""
-        if self.rows in ("all", "buffer", "transposed"):
-            return None
-        if self.rows == "token":
-            return experts.row_expert(device)
-        if self.rows == "expert":
-            return torch.arange(len(experts), dtype=torch.int64, device=device)
-        owner = torch.full((experts.colwise_rows(mxfp8.BLOCK),), -1, dtype=torch.int64, device=device)
-        for expert, count in enumerate(experts.counts):
-            if count:
-                first = experts.colwise_row(expert, 0, mxfp8.BLOCK)
-                owner[first : first - (-count // mxfp8.BLOCK)] = expert
-        return owner
-
-
-@dataclass(frozen=True)
-class Path:
-    """One thing that is verified.
-
-    profiles: name -> the grade that its contract is offered at. layouts: those of gate and up that the path takes.
-    multiple: what hidden sizes are multiples of.
-    """
-
-    id: str
-    summary: str
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[OutputSpec, ...]
-    profiles: Mapping[str, Grade]
-    operation: Operation
-    layouts: tuple[str, ...] = ("halves",)
-    multiple: int = 32
-
-    def output(self, name: str) -> OutputSpec:
-        """The output of this name. PathError: there is none."""
-        for spec in self.outputs:
-            if spec.name == name:
-                return spec
-        known = ", ".join(spec.name for spec in self.outputs)
-        raise PathError(f"{self.id} has no output {name!r}: expected one of {known}")
-
-    def contract(self, name: str) -> Contract:
-        """The contract of a profile of this path. PathError: a profile that the path does not offer."""
-        full = ALIASES.get(name, name)
-        if full not in PROFILES:
-            raise PathError(f"profile {name!r} is unknown: expected one of {', '.join((*ALIASES, *PROFILES))}")
-        if full not in self.profiles:
-            raise PathError(f"{self.id} is not offered under profile {name!r}: it has {', '.join(self.profiles)}")
-        return profile(full)
-
-    def outputs_of(self, case: Case) -> tuple[OutputSpec, ...]:
-        """The outputs that this case has: dprob only where it has probabilities."""
-        present = self.operation.shapes(case)
-        return tuple(spec for spec in self.outputs if spec.name in present)
-
-    def experts(self, case: Case) -> Experts:
-        """Which rows each expert of the case owns."""
-        return Experts.from_offsets(case.offsets, case.counts if case.padded else None, case.capacity, case.alignment)
-
-    def space(self, profile: str) -> Space:
-        """The cases that are drawn for this path."""
-        return Space(self.id, self.inputs, profile=profile, layouts=self.layouts, multiple=self.multiple)
-
 
 _LAYOUTS = ("halves", "interleaved:32", "interleaved:64")
 _RAGGED = (TensorSpec("offsets", kind="offsets"), TensorSpec("counts", kind="counts"))
