@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,15 @@ import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
 from cutlass.cute import runtime
+from moe_numerics.fused.blackwell_mainloop import launch_blackwell_gemm
+from moe_numerics.fused.blackwell_operands import BF16, Operands
 from moe_numerics.fused.compilation import Compiled, compile_function, current_target
 from moe_numerics.fused.elementwise import fake
 from moe_numerics.fused.gemm_mainloop import launch_grouped_gemm
-from moe_numerics.fused.gemm_problem import BLOCK, RaggedDepth, RaggedRows, Tiling
+from moe_numerics.fused.gemm_problem import BLOCK, ROWS, RaggedDepth, RaggedRows, Tiling
 from moe_numerics.fused.launch import as_argument, check_tensor, current_stream
 from moe_numerics.reference.contract import Contract
+from moe_numerics.reference.tensor_core_models import Model, find_model
 
 __all__ = [
     "ACCUMULATOR",
@@ -72,6 +76,7 @@ class _Variant:
     """What one compilation depends on."""
 
     problem: RaggedRows | RaggedDepth
+    operands: Operands
     epilogue: Any
     tiling: Tiling
     left: Kind
@@ -81,11 +86,13 @@ class _Variant:
     tensors: tuple[Kind | None, ...]
 
     def compile(self) -> Compiled:
-        return compile_function(launch_grouped_gemm, self, self._arguments)
+        function = launch_blackwell_gemm if _on_blackwell() else launch_grouped_gemm
+        return compile_function(function, self, self._arguments)
 
     def _arguments(self) -> Sequence[Any]:
         return (
             self.problem,
+            *((self.operands,) if _on_blackwell() else ()),
             self.epilogue,
             self.tiling,
             self.left.fake(),
@@ -105,9 +112,14 @@ def _multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def _on_blackwell() -> bool:
+    return current_target().startswith(("sm_100", "sm_103"))
+
+
 def choose_tiling(columns: int) -> Tiling:
     """The tiling for a result of so many columns: no wider than it needs to be."""
-    return Tiling() if columns > 128 else Tiling(columns=128, stages=6)
+    cluster = 1 if _on_blackwell() else 2
+    return Tiling(cluster=cluster) if columns > 128 else Tiling(columns=128, stages=6, cluster=cluster)
 
 
 def check_contract(contract: Contract) -> None:
@@ -117,12 +129,26 @@ def check_contract(contract: Contract) -> None:
     check_accumulator(contract.accumulator)
 
 
-def check_accumulator(accumulator: str) -> None:
-    """ValueError: another accumulator than these kernels have, or a target without it."""
-    if accumulator != ACCUMULATOR:
-        raise ValueError(f"accumulator is {accumulator!r}: these kernels accumulate as {ACCUMULATOR!r}")
-    if not current_target().startswith("sm_90"):
-        raise ValueError(f"the target is {current_target()}: these kernels need sm_90a (wgmma)")
+def check_accumulator(accumulator: str, operands: Operands = BF16) -> None:
+    """ValueError: another accumulation than the target's kernels have for these operands, or a target without any."""
+    target = current_target()
+    if _on_blackwell():
+        own = operands.accumulator
+    elif target.startswith("sm_90"):
+        if operands != BF16:
+            raise ValueError(
+                f"the operands are {operands.left} and {operands.right}: the kernels of {target} take bf16"
+            )
+        own = ACCUMULATOR
+    else:
+        raise ValueError(f"the target is {target}: these kernels need sm_90a (wgmma), sm_100a or sm_103a (tcgen05)")
+    # Models are told apart by what they compute: bfloat16 accumulates alike on both architectures.
+    if _arithmetic(accumulator) != _arithmetic(own):
+        raise ValueError(f"accumulator is {accumulator!r}: these kernels accumulate as {own!r}")
+
+
+def _arithmetic(accumulator: str) -> Model:
+    return dataclasses.replace(find_model(accumulator), name="", evidence="")
 
 
 def buffers(
@@ -153,10 +179,14 @@ def launch_gemm(
     offsets: torch.Tensor,
     counts: torch.Tensor | None,
     tensors: Sequence[tuple[torch.Tensor | None, Kind]],
+    operands: Operands = BF16,
 ) -> None:
-    """Launch on the current stream; every argument has been checked."""
+    """Launch on the current stream; every argument but the tiling has been checked."""
+    if _on_blackwell() and tiling.rows != ROWS:
+        raise ValueError(f"tiling has {tiling.rows} rows: the kernels of {current_target()} need {ROWS}")
     variant = _Variant(
         problem,
+        operands,
         epilogue,
         tiling,
         left[1],

@@ -1,4 +1,4 @@
-"""Grouped GEMMs over ragged experts on Hopper: one launch for all experts, token offsets read on the device.
+"""Grouped GEMMs over ragged experts on Hopper and Blackwell: one launch for all experts, token offsets read on the device.
 
     grouped_matmul  y_e  = x_e @ W_e^T        x_e [rows of e, K], W_e [N, K]
     grouped_dgrad   dx_e = dy_e @ W_e         dy_e [rows of e, N]
@@ -147,7 +147,7 @@ def grouped_matmul(
     without it it is allocated, and unowned rows hold anything. `tiling` changes the speed, never a bit.
 
     ValueError: dtype, shape, device, stride or alignment of an argument, another accumulator, a target other than
-    sm_90a; the contents of offsets and counts are not looked at here.
+    sm_90a, sm_100a and sm_103a; the contents of offsets and counts are not looked at here.
     """
     return _each_row("x", RaggedRows(), x, weights, offsets, counts, accumulator, alpha, bias, prob, dtype, out, tiling)
 

@@ -366,6 +366,6 @@ def test_bad_arguments_are_refused_before_a_launch(name: str) -> None:
 
 
 def test_another_accumulator_is_refused() -> None:
-    contract = reference_mlp.SUITE.replace(accumulator="sm_100.bf16")
-    with pytest.raises(ValueError, match=r"accumulator is 'sm_100.bf16'"):
+    contract = reference_mlp.SUITE.replace(accumulator="sm_90.e4m3")
+    with pytest.raises(ValueError, match=r"accumulator is 'sm_90.e4m3'"):
         _call(contract=contract)()

@@ -1,0 +1,293 @@
+"""The main loop of the Blackwell grouped GEMMs: TMA in, tcgen05.mma, the epilogues of the Hopper kernels.
+
+Persistent and warp-specialised: one warp loads tiles of both operands into a ring of shared-memory stages, one issues
+products whose accumulators stand in tensor memory, and two warpgroups move those into registers, in the places in
+which wgmma leaves them, and write the results while the next tile is multiplied. Every output element is one chain of
+tcgen05.mma over ascending K with a float32 accumulator, so that its bits are those of
+`moe_numerics.reference.tensor_core` for the model that `Operands.accumulator` names.
+
+Rows past the expert's end belong to other experts or to nobody: they are multiplied too, which changes no other row,
+and the epilogue stores none of them. Columns past the end likewise. Tokens past the end of a sum are overwritten with
+zeros in shared memory, in both operands, so that not even a NaN there counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32, pipeline
+from cutlass.cute.nvgpu import cpasync, tcgen05
+from moe_numerics.fused.gemm_epilogue import gather_vectors
+from moe_numerics.fused.gemm_problem import ROWS
+from moe_numerics.fused.memory import MaybeTensor, store_words
+from moe_numerics.fused.tensor_memory import after_thread_sync, before_thread_sync, epilogue_warp, load_accumulators
+
+__all__ = ["blackwell_gemm_kernel", "launch_blackwell_gemm"]
+
+WARPGROUP = 128
+EPILOGUE_WARPS = 8
+THREADS = WARPGROUP + 32 * EPILOGUE_WARPS
+LOAD_WARP, MULTIPLY_WARP = 0, 1
+LOAD_REGISTERS = 40
+EPILOGUE_REGISTERS = 232
+TENSOR_COLUMNS = 512
+# In the last tiles of a sum the inputs of an epilogue are brought into L2, a part in each.
+PREFETCHES = 32
+
+
+@cute.jit
+def launch_blackwell_gemm(
+    problem: cutlass.Constexpr,
+    operands: cutlass.Constexpr,
+    epilogue: cutlass.Constexpr,
+    tiling: cutlass.Constexpr,
+    left: cute.Tensor,
+    right: cute.Tensor,
+    offsets: cute.Tensor,
+    counts: MaybeTensor,
+    tensors: tuple[MaybeTensor, ...],
+    multiprocessors: Int32,
+    stream: Any,
+) -> None:
+    """Launch a grouped GEMM of the given problem; `tensors` are the epilogue's."""
+    left_major, right_major = problem.majors
+    tiled_mma = operands.tiled_mma(problem.majors, tiling.columns)
+    left_layout = operands.copied_layout(ROWS, tiling.stages, left_major)
+    right_layout = operands.copied_layout(tiling.columns, tiling.stages, right_major)
+    load = cpasync.CopyBulkTensorTileG2SOp()
+    left_atom, left_tiles = cpasync.make_tiled_tma_atom(
+        load, problem.left(left), cute.slice_(left_layout, (None, None, 0)), (ROWS, operands.depth)
+    )
+    right_atom, right_tiles = cpasync.make_tiled_tma_atom(
+        load, problem.right(right), cute.slice_(right_layout, (None, None, 0)), (tiling.columns, operands.depth)
+    )
+    sizes = problem.sizes(left, right)
+    most = problem.most_tiles(left, right, offsets, sizes, tiling)
+    blocks = cutlass.max(cutlass.min(most, multiprocessors), Int32(1))
+    epilogue.prepare(tensors, stream)
+    blackwell_gemm_kernel(
+        problem,
+        operands,
+        epilogue,
+        tiling,
+        tiled_mma,
+        left_layout,
+        right_layout,
+        left_atom,
+        left_tiles,
+        right_atom,
+        right_tiles,
+        sizes,
+        offsets,
+        counts,
+        tensors,
+    ).launch(grid=[blocks, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream)
+    epilogue.finish(tensors, offsets, counts, stream)
+
+
+@cute.jit
+def _zero_lines(ring: cute.Tensor, rows: cutlass.Constexpr, stage: Int32, first: Int32, lane: Int32) -> None:
+    """Zeros for tokens `first` and up in a stage of a ring whose tiles have lines of rows (`ring` unswizzled).
+
+    A line is 128 bytes, which swizzling permutes within itself. A whole warp calls this.
+    """
+    depth = cute.size(ring, mode=[1])
+    elements = 16 * 8 // ring.element_type.width
+    groups = rows // (8 * elements)
+    for index in cutlass.range(lane, (depth - first) * (groups * 8), 32, unroll=1):
+        line = index // 8
+        row = (line % groups) * (8 * elements)
+        pointer = ring.iterator + cute.crd2idx((row, first + line // groups, stage), ring.layout)
+        store_words((pointer + (index % 8) * elements).align(16), [Uint32(0)] * 4)
+
+
+@cute.kernel
+def blackwell_gemm_kernel(
+    problem: cutlass.Constexpr,
+    operands: cutlass.Constexpr,
+    epilogue: cutlass.Constexpr,
+    tiling: cutlass.Constexpr,
+    tiled_mma: cute.TiledMma,
+    left_layout: cute.ComposedLayout,
+    right_layout: cute.ComposedLayout,
+    left_atom: cute.CopyAtom,
+    left: cute.Tensor,
+    right_atom: cute.CopyAtom,
+    right: cute.Tensor,
+    sizes: Any,
+    offsets: cute.Tensor,
+    counts: MaybeTensor,
+    tensors: tuple[MaybeTensor, ...],
+) -> None:
+    """Thread blocks go through the tiles blockIdx.x, blockIdx.x + gridDim.x, ..."""
+    thread, _, _ = cute.arch.thread_idx()
+    start, _, _ = cute.arch.block_idx()
+    stride, _, _ = cute.arch.grid_dim()
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    lane = thread % 32
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    depth = operands.depth
+    accumulators = TENSOR_COLUMNS // tiling.columns
+
+    memory = cutlass.memory.SmemAllocator()
+    barriers = memory.allocate_array(cutlass.Int64, 2 * tiling.stages)
+    accumulator_barriers = memory.allocate_array(cutlass.Int64, 2 * accumulators)
+    holder = memory.allocate_array(Int32, 1)
+    shared = epilogue.allocate(memory, tiling.columns)
+    left_ring = memory.allocate_tensor(operands.element, left_layout.outer, 1024, left_layout.inner)
+    right_ring = memory.allocate_tensor(operands.element, right_layout.outer, 1024, right_layout.inner)
+
+    alone = cute.make_layout((1, 1, 1, 1))
+    ring = pipeline.PipelineTmaUmma.create(
+        barrier_storage=barriers,
+        num_stages=tiling.stages,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+        tx_count=(ROWS + tiling.columns) * 128,
+        cta_layout_vmnk=alone,
+        defer_sync=True,
+    )
+    finished = pipeline.PipelineUmmaAsync.create(
+        barrier_storage=accumulator_barriers,
+        num_stages=accumulators,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, EPILOGUE_WARPS),
+        cta_layout_vmnk=alone,
+        defer_sync=True,
+    )
+    if warp == MULTIPLY_WARP:
+        cute.arch.alloc_tmem(TENSOR_COLUMNS, holder)
+        cute.arch.relinquish_tmem_alloc_permit()
+        before_thread_sync()
+    pipeline.pipeline_init_arrive()
+    pipeline.pipeline_init_wait()
+    after_thread_sync()
+    tensor_pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
+
+    row_tiles = problem.row_tiles(offsets, counts, sizes, tiling, lane)
+    tiles = problem.tiles(offsets, row_tiles, sizes, tiling)
+
+    if group == 0:
+        cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+        if warp == LOAD_WARP:
+            cpasync.prefetch_descriptor(left_atom)
+            cpasync.prefetch_descriptor(right_atom)
+            filling = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, tiling.stages)
+            for index in cutlass.range(start, tiles, stride, unroll=1):
+                place = problem.locate(offsets, counts, index, row_tiles, sizes, tiling, lane)
+                left_source = cute.local_tile(problem.left_source(left, place, place.first), (ROWS, depth), (0, None))
+                right_source = cute.local_tile(
+                    problem.right_source(right, place, sizes), (tiling.columns, depth), (0, None)
+                )
+                left_to, left_from = cpasync.tma_partition(
+                    left_atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(left_ring, 0, 2),
+                    cute.group_modes(left_source, 0, 2),
+                )
+                right_to, right_from = cpasync.tma_partition(
+                    right_atom,
+                    0,
+                    cute.make_layout(1),
+                    cute.group_modes(right_ring, 0, 2),
+                    cute.group_modes(right_source, 0, 2),
+                )
+                depth_tiles = (place.depth + (depth - 1)) // depth
+                for k in cutlass.range(depth_tiles, unroll=1):
+                    if cutlass.const_expr(epilogue.prefetches):
+                        turn = k - (depth_tiles - PREFETCHES)
+                        if turn >= 0:
+                            epilogue.prefetch(place, Int32(0), sizes.columns, turn, tiling.columns, tensors, lane)
+                    ring.producer_acquire(filling)
+                    arrived = ring.producer_get_barrier(filling)
+                    cute.copy(left_atom, left_from[None, k], left_to[None, filling.index], tma_bar_ptr=arrived)
+                    cute.copy(right_atom, right_from[None, k], right_to[None, filling.index], tma_bar_ptr=arrived)
+                    filling.advance()
+            ring.producer_tail(filling)
+        elif warp == MULTIPLY_WARP:
+            left_major, right_major = problem.majors
+            left_shape = tiled_mma.partition_shape_A((ROWS, depth))
+            right_shape = tiled_mma.partition_shape_B((tiling.columns, depth))
+            left_fragments = tiled_mma.make_fragment_A(
+                cute.make_tensor(
+                    left_ring.iterator, operands.multiplied_layout(left_shape, tiling.stages, left_major).outer
+                )
+            )
+            right_fragments = tiled_mma.make_fragment_B(
+                cute.make_tensor(
+                    right_ring.iterator, operands.multiplied_layout(right_shape, tiling.stages, right_major).outer
+                )
+            )
+            shape = cute.append(tiled_mma.partition_shape_C((ROWS, tiling.columns)), accumulators)
+            sums = cute.make_tensor(tensor_pointer, tiled_mma.make_fragment_C(shape).layout)
+            reading = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, tiling.stages)
+            adding = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, accumulators)
+            for index in cutlass.range(start, tiles, stride, unroll=1):
+                place = problem.locate(offsets, counts, index, row_tiles, sizes, tiling, lane)
+                depth_tiles = (place.depth + (depth - 1)) // depth
+                finished.producer_acquire(adding)
+                after_thread_sync()
+                tiled_mma.set(tcgen05.Field.ACCUMULATE, False)
+                for k in cutlass.range(depth_tiles, unroll=1):
+                    ring.consumer_wait(reading)
+                    after_thread_sync()
+                    if cutlass.const_expr(problem.ragged_depth):
+                        rest = place.depth - k * depth
+                        if rest < depth:
+                            for tile, rows, layout in (
+                                (left_ring, ROWS, left_layout),
+                                (right_ring, tiling.columns, right_layout),
+                            ):
+                                plain = cute.make_tensor(
+                                    cute.recast_ptr(tile.iterator, dtype=operands.element), layout.outer
+                                )
+                                _zero_lines(plain, rows, reading.index, rest, lane)
+                            cute.arch.fence_proxy("async.shared", space="cta")
+                            cute.arch.sync_warp()
+                    for step in cutlass.range_constexpr(cute.size(left_fragments, mode=[2])):
+                        at = (None, None, step, reading.index)
+                        cute.gemm(
+                            tiled_mma,
+                            sums[None, None, None, adding.index],
+                            left_fragments[at],
+                            right_fragments[at],
+                            sums[None, None, None, adding.index],
+                        )
+                        tiled_mma.set(tcgen05.Field.ACCUMULATE, True)
+                    ring.consumer_release(reading)
+                    reading.advance()
+                finished.producer_commit(adding)
+                adding.advance()
+            finished.producer_tail(adding)
+    else:
+        cute.arch.setmaxregister_increase(EPILOGUE_REGISTERS)
+        own = epilogue_warp(warp - WARPGROUP // 32)
+        sums = cute.make_rmem_tensor(tiling.columns // 2, Float32)
+        first = tensor_pointer.toint() + ((own * 16) << 16)
+        moving = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, accumulators)
+        for index in cutlass.range(start, tiles, stride, unroll=1):
+            place = problem.locate(offsets, counts, index, row_tiles, sizes, tiling, lane)
+            finished.consumer_wait(moving)
+            after_thread_sync()
+            if cutlass.const_expr(problem.ragged_depth):
+                if place.depth > 0:
+                    load_accumulators(first + moving.index * tiling.columns, sums)
+                else:
+                    sums.fill(0.0)
+            else:
+                load_accumulators(first + moving.index * tiling.columns, sums)
+            before_thread_sync()
+            with cute.arch.elect_one():
+                finished.consumer_release(moving)
+            moving.advance()
+            if cutlass.const_expr(problem.spread):
+                gather_vectors(sums, lane)
+            epilogue.write(sums, own * 32 + lane, place, Int32(0), sizes.columns, tensors, shared)
+    before_thread_sync()
+    cute.arch.sync_threads()
+    if warp == MULTIPLY_WARP:
+        after_thread_sync()
+        cute.arch.dealloc_tmem(tensor_pointer, TENSOR_COLUMNS)
