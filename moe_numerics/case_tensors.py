@@ -9,26 +9,31 @@ from numpy.typing import NDArray
 
 from moe_numerics import values
 from moe_numerics.checked import CaseError, one_of
+from moe_numerics.product_values import PRODUCT_KINDS
 
 if TYPE_CHECKING:
     from moe_numerics.cases import Case, TensorSpec, Values, Window
 
+_KINDS = {**values.KINDS, **PRODUCT_KINDS}
+
 
 def fill(case: Case, spec: TensorSpec) -> NDArray[Any]:
-    """The bits of a tensor of values, of router probabilities or of a bias: uint16 for bfloat16, uint32 for float32.
+    """The bits of a tensor whose numbers the case describes: uint16 for bfloat16, uint32 for float32.
 
-    Raises CaseError for a kind that the tensor cannot have, for edits outside it, and for a window or edits of a bias.
+    Raises CaseError for a kind that the tensor cannot have, for edits outside it, and for a window or edits of what
+    experts have one of.
     """
     item = case.values.get(spec.name) or case.default_values(spec)
     is_prob = spec.kind == "prob"
-    one_of(f"values.{spec.name}.kind", item.kind, tuple(values.PROB_KINDS if is_prob else values.KINDS))
-    parts, hidden = (1, 1) if is_prob else (spec.columns, case.hidden)
+    one_of(f"values.{spec.name}.kind", item.kind, tuple(values.PROB_KINDS if is_prob else _KINDS))
+    parts, hidden = (1, 1) if is_prob else (spec.columns, case.width(spec))
     width = parts * hidden
-    if spec.kind == "bias":
+    if spec.kind in ("bias", "weights", "alpha"):
         if item.window is not None or item.edits:
-            raise CaseError(f"values.{spec.name} has a window or edits, whose rows are tokens: a bias has none")
-        expert = np.arange(len(case.counts), dtype=np.uint64)[:, None]
-        return _filled(case, spec, item, parts, hidden, expert, np.zeros_like(expert))
+            raise CaseError(
+                f"values.{spec.name} has a window or edits, whose rows are tokens: {spec.name} has none of them"
+            )
+        return _each_expert(case, spec, item, parts, hidden)
     if item.window is not None and item.window.part_end > parts:
         raise CaseError(f"values.{spec.name}.window.part_end = {item.window.part_end} is more than {parts}")
     flat = _padding(case, spec, width)
@@ -60,6 +65,21 @@ def window_edits(case: Case, spec: TensorSpec, item: Values, limit: int) -> list
     return [(int(r), c, int(bits[r, c])) for r in rows for c in physical]
 
 
+def _each_expert(case: Case, spec: TensorSpec, item: Values, parts: int, hidden: int) -> NDArray[Any]:
+    """The bits of a bias [experts, parts * hidden], of weights or of alpha [experts]."""
+    expert = np.arange(len(case.counts), dtype=np.uint64)[:, None]
+    if spec.kind == "bias":
+        return _filled(case, spec, item, parts, hidden, expert, np.zeros_like(expert))
+    if spec.kind == "alpha":
+        return _filled(case, spec, item, 1, 1, expert, np.zeros_like(expert))[:, 0]
+    row = np.arange(spec.columns * case.hidden, dtype=np.uint64)[:, None]
+    column = np.arange(case.depth, dtype=np.uint64)[None, :]
+    places = values.Places(item.seed, spec.name, spec.dtype, 0, 1, expert[:, :, None], row, column)
+    bits = values.to_dtype(values.scaled(_KINDS[item.kind](places), item.exponent), spec.dtype)
+    # Columns are what is summed: of a matrix that stands the other way round, what lies in rows.
+    return bits if spec.width == "depth" else np.ascontiguousarray(bits.transpose(0, 2, 1))
+
+
 def _owned(case: Case, spec: TensorSpec, item: Values, parts: int, hidden: int) -> NDArray[Any]:
     counts = np.array(case.counts)
     expert = np.repeat(np.arange(len(counts), dtype=np.uint64), counts)[:, None]
@@ -78,7 +98,7 @@ def _filled(
 ) -> NDArray[Any]:
     """The bits of rows that belong to `expert` and have number `row` in it, both [rows, 1]."""
     column = np.arange(hidden, dtype=np.uint64)[None, :]
-    kind = {**values.KINDS, **values.PROB_KINDS}[item.kind]
+    kind = {**_KINDS, **values.PROB_KINDS}[item.kind]
     planes = []
     for part in range(parts):
         places = values.Places(item.seed, spec.name, spec.dtype, part, parts, expert, row, column)
@@ -86,7 +106,7 @@ def _filled(
         if item.window is not None:
             bits = np.where(_inside(case, item.window, part, hidden), bits, values.PLAIN)
         planes.append(values.to_dtype(bits, spec.dtype))
-    block = hidden if spec.kind == "prob" else case.column_block
+    block = hidden if parts == 1 else case.column_block
     tokens = len(row)
     stacked = np.stack([plane.reshape(tokens, hidden // block, block) for plane in planes], axis=2)
     return stacked.reshape(tokens, parts * hidden)

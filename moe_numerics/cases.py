@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from moe_numerics import case_tensors, checked
 from moe_numerics import values as value_kinds
 from moe_numerics.checked import CaseError, FrozenMapping
+from moe_numerics.product_values import PRODUCT_KINDS
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +32,12 @@ MAX_ALIGNMENT = 256
 MAX_ELEMENTS = 1 << 36
 PADDING_FILLS = ("zero", "nan", "inf", "random")
 OFFSETS_DTYPES = ("int32", "int64")
-TENSOR_KINDS = ("values", "prob", "bias", "offsets", "counts")
-VALUE_KINDS = ("values", "prob", "bias")
+TENSOR_KINDS = ("values", "prob", "bias", "weights", "alpha", "offsets", "counts")
+VALUE_KINDS = ("values", "prob", "bias", "weights", "alpha")
 """Kinds of tensors whose numbers a case describes."""
+EXPERT_KINDS = ("bias", "weights", "alpha")
+"""Kinds of tensors that hold something for each expert: of a seeded kind, without window and edits."""
+SIZES = ("hidden", "depth")
 
 Option = str | int | float | bool | None
 
@@ -64,7 +68,8 @@ class Window(NamedTuple):
 class Values:
     """What one tensor holds: a seeded kind, times 2**exponent, inside a window if there is one, then edits.
 
-    kind: a name from `values.KINDS`, or from `values.PROB_KINDS` for router probabilities.
+    kind: a name from `values.KINDS`, from `product_values.PRODUCT_KINDS`, or from `values.PROB_KINDS` for router
+    probabilities.
     window: outside it every element is 1.0. edits: the last word on single elements, padding rows included.
     """
 
@@ -75,7 +80,7 @@ class Values:
     edits: tuple[Edit, ...] = ()
 
     def __post_init__(self) -> None:
-        kinds = (*value_kinds.KINDS, *value_kinds.PROB_KINDS)
+        kinds = (*value_kinds.KINDS, *PRODUCT_KINDS, *value_kinds.PROB_KINDS)
         checked.one_of("kind", self.kind, kinds)
         checked.integer("seed", self.seed, 0, (1 << 64) - 1)
         checked.integer("exponent", self.exponent, -300, 300)
@@ -101,28 +106,38 @@ class TensorSpec:
     """One input of a path.
 
     kind: "values", of `columns` times hidden columns, in the case's layout if `columns` is more than 1
-    (gate_up: 2, grad and x: 1); "bias": a row of such columns for each expert, of a seeded kind without window and
-    edits; "prob" [capacity]; "offsets" [experts + 1] or "counts" [experts], whose dtype the case and int32 give.
+    (gate_up: 2, grad and x: 1); "bias": a row of such columns for each expert; "weights": a matrix for each expert;
+    "alpha" [experts]; "prob" [capacity]; "offsets" [experts + 1] or "counts" [experts], whose dtype the case and int32
+    give. Those for each expert are of a seeded kind without window and edits.
+    width: "hidden", or "depth" for a tensor whose columns are those that the path's matrix product sums. Weights of
+    width "depth" are [experts, columns * hidden, depth], of width "hidden" [experts, depth, columns * hidden].
+    factor: whether a matrix product takes it, for which `product_values` has kinds.
     """
 
     name: str
     dtype: str = "bfloat16"
     kind: str = "values"
     columns: int = 1
+    width: str = "hidden"
+    factor: bool = False
 
     def __post_init__(self) -> None:
         checked.one_of("kind", self.kind, TENSOR_KINDS)
         if self.kind in VALUE_KINDS:
             checked.one_of("dtype", self.dtype, tuple(value_kinds.MANTISSA_BITS))
         checked.integer("columns", self.columns, 1, 64)
+        checked.one_of("width", self.width, SIZES)
 
     @property
     def shape(self) -> str:
         """The shape in words, for people: `[capacity, 2 * hidden]`."""
+        hidden = f"{self.columns} * hidden" if self.columns > 1 else "hidden"
+        if self.kind == "weights":
+            return f"[experts, {hidden}, depth]" if self.width == "depth" else f"[experts, depth, {hidden}]"
         if self.kind in ("values", "bias"):
-            rows = "experts" if self.kind == "bias" else "capacity"
-            return f"[{rows}, {self.columns} * hidden]" if self.columns > 1 else f"[{rows}, hidden]"
-        return {"prob": "[capacity]", "offsets": "[experts + 1]", "counts": "[experts]"}[self.kind]
+            columns = "depth" if self.width == "depth" else hidden
+            return f"[{'experts' if self.kind == 'bias' else 'capacity'}, {columns}]"
+        return {"prob": "[capacity]", "offsets": "[experts + 1]"}.get(self.kind, "[experts]")
 
 
 @dataclass(frozen=True)
@@ -133,6 +148,7 @@ class Case:
     rounded up to this. padded: whether kernels get the counts as a tensor; if not, all rows of a region are
     valid, so counts must be multiples of the alignment. tail: rows past the last region.
     hidden, layout: `halves` (all gate columns, then all up columns) or `interleaved:B` (B gate, B up, again).
+    depth: the other size of a matrix product, which it sums; 0 for a path without one.
     prob: whether router probabilities are given. options: further choices of the path.
     values: kind of each tensor by name; a tensor without one is gaussian with the case's seed (prob: router).
     padding_fill: what rows that no expert owns hold: `zero`, `nan`, `inf` or `random` bits.
@@ -142,6 +158,7 @@ class Case:
     counts: tuple[int, ...]
     hidden: int
     profile: str = "suite"
+    depth: int = 0
     alignment: int = 1
     padded: bool = False
     room: int = 0
@@ -165,6 +182,7 @@ class Case:
         for i, count in enumerate(self.counts):
             checked.integer(f"counts[{i}]", count, 0)
         checked.integer("hidden", self.hidden, 1)
+        checked.integer("depth", self.depth, 0)
         checked.integer("alignment", self.alignment, 1, MAX_ALIGNMENT)
         checked.integer("room", self.room, 0)
         checked.integer("tail", self.tail, 0)
@@ -209,10 +227,16 @@ class Case:
                     )
         if self.offsets_dtype == "int32" and self.offsets[-1] >= 1 << 31:
             raise CaseError(f"counts end at row {self.offsets[-1]}, past int32: use offsets_dtype int64")
-        if self.capacity * self.hidden > MAX_ELEMENTS:
+        columns = max(self.hidden, self.depth)
+        if self.capacity * columns > MAX_ELEMENTS:
             raise CaseError(
-                f"{self.capacity} rows of hidden = {self.hidden} are more than {MAX_ELEMENTS} elements: "
-                "expected fewer rows or columns"
+                f"{self.capacity} rows of hidden = {self.hidden} and depth = {self.depth} are more than "
+                f"{MAX_ELEMENTS} elements: expected fewer rows or columns"
+            )
+        if len(self.counts) * self.hidden * self.depth > MAX_ELEMENTS:
+            raise CaseError(
+                f"weights of {len(self.counts)} experts, hidden = {self.hidden} and depth = {self.depth} are more "
+                f"than {MAX_ELEMENTS} elements: expected fewer experts or columns"
             )
 
     def _check_places(self, where: str, item: Values) -> None:
@@ -220,7 +244,7 @@ class Case:
             if edit.row >= self.capacity:
                 raise CaseError(f"{where}.edits[{i}].row = {edit.row} is past the {self.capacity} rows")
         if item.window is not None:
-            for end, size in (("row_end", self.capacity), ("column_end", self.hidden)):
+            for end, size in (("row_end", self.capacity), ("column_end", max(self.hidden, self.depth))):
                 if getattr(item.window, end) > size:
                     raise CaseError(f"{where}.window.{end} = {getattr(item.window, end)} is more than {size}")
 
@@ -265,6 +289,10 @@ class Case:
                 return expert, row - start
         return None
 
+    def width(self, spec: TensorSpec) -> int:
+        """Columns of one part of an input: its hidden or depth."""
+        return self.depth if spec.width == "depth" else self.hidden
+
     def physical_column(self, part: int, column: int, parts: int) -> int:
         """The column of a `parts` * hidden wide tensor in which column `column` of part `part` lies."""
         block = self.column_block
@@ -277,7 +305,7 @@ class Case:
         return part, group * self.column_block + column
 
     def default_values(self, spec: TensorSpec) -> Values:
-        """What an input holds that `values` does not name: gaussian, or a router's probabilities."""
+        """What an input that `values` does not name holds: gaussian, or a router's probabilities."""
         return Values("router" if spec.kind == "prob" else "gaussian", self.seed)
 
     def replace(self, **changes: Any) -> Case:
@@ -323,7 +351,8 @@ class Case:
         """A dict of JSON values that `from_json` turns back into an equal case; bits are hexadecimal text."""
         result: dict[str, Any] = {"schema": SCHEMA}
         for item in dataclasses.fields(self):
-            result[item.name] = getattr(self, item.name)
+            if item.name != "depth" or self.depth:
+                result[item.name] = getattr(self, item.name)
         result["counts"] = list(self.counts)
         result["options"] = dict(self.options)
         result["values"] = {
@@ -389,6 +418,8 @@ class Case:
     def describe(self) -> str:
         """One line for people: `expert 1 has 1 token; expert 1 token 0: x[3] is 0x0461`."""
         parts = [f"{len(self.counts)} expert{'s' * (len(self.counts) != 1)}, hidden {self.hidden}"]
+        if self.depth:
+            parts[0] += f", depth {self.depth}"
         used = [(expert, count) for expert, count in enumerate(self.counts) if count]
         if not used:
             parts.append("no tokens")
@@ -422,6 +453,7 @@ def gauntlet_case(
     *,
     inputs: Sequence[TensorSpec] = (),
     hidden: int = 128,
+    depth: int = 0,
     alignment: int = 1,
     padded: bool = True,
     layout: str = "halves",
@@ -442,6 +474,7 @@ def gauntlet_case(
         profile=profile,
         counts=counts,
         hidden=hidden,
+        depth=depth,
         alignment=alignment,
         padded=padded,
         room=5 if padded else 0,
@@ -449,14 +482,16 @@ def gauntlet_case(
         layout=layout,
         prob=prob and any(spec.kind == "prob" for spec in inputs),
         options=options,
-        values={
-            spec.name: Values("router" if spec.kind == "prob" else "mixed", seed)
-            for spec in inputs
-            if spec.kind in VALUE_KINDS
-        },
+        values={spec.name: Values(_gauntlet_kind(spec), seed) for spec in inputs if spec.kind in VALUE_KINDS},
         seed=seed,
         padding_fill="nan",
     )
+
+
+def _gauntlet_kind(spec: TensorSpec) -> str:
+    if spec.factor:
+        return "products"
+    return {"prob": "router", "alpha": "gaussian"}.get(spec.kind, "mixed")
 
 
 def _extra(item: Values) -> str:

@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from moe_numerics import checked, values
-from moe_numerics.cases import PADDING_FILLS, Case, Edit, Option, TensorSpec, Values
+from moe_numerics.cases import EXPERT_KINDS, PADDING_FILLS, VALUE_KINDS, Case, Edit, Option, TensorSpec, Values
 from moe_numerics.checked import CaseError, FrozenMapping
+from moe_numerics.product_values import FACTOR_KINDS, PRODUCT_KINDS, PRODUCT_NOT_FINITE
 from moe_numerics.reducing import (
     EXTRACTED,
     PLAIN_KINDS,
@@ -35,20 +36,24 @@ the next bfloat16 (where E8M0 leaves code 0), 7, 448, the E4M3 saturation midpoi
 infinities, NaNs."""
 _FINITE_EDITS = 15
 
-SCALED = ("plain", "gaussian", "constant", "outliers")
+SCALED = ("plain", "gaussian", "constant", "outliers", "spread", "cancelling")
 EXPONENTS = (0, 0, 0, 0, 3, -8, 6, 40, -60, -120)
+FACTOR_EXPONENTS = (0, 0, 0, 0, -3, -6, -3, 2, -60, 40)
+ALPHA_KINDS = ("plain", "gaussian", "gaussian", "wide", "kinks", "specials")
+_NOT_FINITE = (*values.NOT_FINITE, *PRODUCT_NOT_FINITE)
 
 
 @dataclass(frozen=True)
 class Space:
     """The cases that a path takes.
 
-    multiple: what hidden sizes are multiples of. alignments, paddings (whether counts are given), probs,
-    layouts, offsets_dtypes, fills, options: what is drawn from, simplest first. A layout is drawn only
-    if the hidden size is a multiple of its blocks. max_elements: rows times hidden of nine in ten
-    cases; big_elements: of the others. empty_buffer: whether a case may have no row at all.
-    allow_specials: whether values may be NaN or infinite (padding rows may anyway). kinds: names of
-    `values.KINDS` to draw from.
+    multiple: what hidden sizes are multiples of. depth_multiple: the same of depths, up to max_depth; 0 where the
+    path sums no matrix product. factor_kinds: kinds of the factors of one, from `product_values` too. alignments,
+    paddings (whether counts are given), probs, layouts, offsets_dtypes, fills, options: what is drawn from,
+    simplest first. A layout is drawn only if the hidden size is a multiple of its blocks. max_elements: rows times
+    hidden of nine in ten cases; big_elements: of the others. empty_buffer: whether a case may have no row at all.
+    allow_specials: whether values may be NaN or infinite (padding rows may anyway). kinds: names of `values.KINDS`
+    to draw from.
     """
 
     path: str
@@ -59,6 +64,8 @@ class Space:
     max_hidden: int = 512
     max_tail: int = 40
     multiple: int = 32
+    max_depth: int = 256
+    depth_multiple: int = 0
     alignments: tuple[int, ...] = (1, 16, 32, 1, 128, 1, 8, 64, 256, 1)
     paddings: tuple[bool, ...] = (False, True)
     probs: tuple[bool, ...] = (False, True)
@@ -67,6 +74,7 @@ class Space:
     fills: tuple[str, ...] = PADDING_FILLS
     options: Mapping[str, tuple[Option, ...]] = field(default_factory=FrozenMapping)
     kinds: tuple[str, ...] = tuple(values.KINDS)
+    factor_kinds: tuple[str, ...] = FACTOR_KINDS
     shapes: tuple[str, ...] = DRAWN_SHAPES
     allow_specials: bool = True
     max_elements: int = 50_000
@@ -78,6 +86,8 @@ class Space:
             checked.integer(name, getattr(self, name), 1)
         checked.integer("max_tail", self.max_tail, 0)
         checked.integer("max_hidden", self.max_hidden, self.multiple)
+        checked.integer("depth_multiple", self.depth_multiple, 0)
+        checked.integer("max_depth", self.max_depth, self.depth_multiple)
         for name in (
             "alignments",
             "paddings",
@@ -86,15 +96,21 @@ class Space:
             "offsets_dtypes",
             "fills",
             "kinds",
+            "factor_kinds",
             "shapes",
         ):
             if not getattr(self, name):
                 raise CaseError(f"{name} = () leaves nothing to draw: expected at least one")
-        for name, known in (("kinds", tuple(values.KINDS)), ("shapes", tuple(SHAPES))):
+        for name, known in (
+            ("kinds", tuple(values.KINDS)),
+            ("factor_kinds", (*values.KINDS, *PRODUCT_KINDS)),
+            ("shapes", tuple(SHAPES)),
+        ):
             for item in getattr(self, name):
                 checked.one_of(name, item, known)
-        if not self.allow_specials and not set(self.kinds) - set(values.NOT_FINITE):
-            raise CaseError(f"kinds = {self.kinds} leave no kind without NaN and infinities")
+        for name in ("kinds", "factor_kinds"):
+            if not self.allow_specials and not set(getattr(self, name)) - set(_NOT_FINITE):
+                raise CaseError(f"{name} = {getattr(self, name)} leave no kind without NaN and infinities")
         blocks = [int(layout.partition(":")[2] or 1) for layout in self.layouts]
         if not any(block <= self.max_hidden and self.multiple % block == 0 for block in blocks):
             raise CaseError(f"layouts = {self.layouts} leave no layout for every multiple of {self.multiple} columns")
@@ -103,7 +119,8 @@ class Space:
 def draw_case(source: Source, space: Space) -> Case:
     """One case of the space; the integers of `source` decide everything."""
     elements = space.max_elements if source.integer(0, 9) < 9 else space.big_elements
-    hidden = _draw_hidden(source, space, elements)
+    hidden = _draw_size(source, min(space.max_hidden, elements), space.multiple)
+    depth = _draw_size(source, space.max_depth, space.depth_multiple) if space.depth_multiple else 0
     rows = max(1, min(space.max_rows, elements // hidden))
     padded = one_of(source, space.paddings)
     fitting = [a for a in space.alignments if a <= rows] or [min(space.alignments)]
@@ -128,6 +145,7 @@ def draw_case(source: Source, space: Space) -> Case:
         profile=space.profile,
         counts=counts,
         hidden=hidden,
+        depth=depth,
         alignment=alignment,
         padded=padded,
         room=room,
@@ -144,7 +162,8 @@ def draw_case(source: Source, space: Space) -> Case:
     keep_wide, keep_empty, keep_plain = (source.integer(0, 15) > 0 for _ in range(3))
     if is_plain(case):
         least = math.lcm(space.multiple, int(case.layout.partition(":")[2] or 1))
-        case = case if keep_wide else narrower(case, space.inputs, min(hidden, least), case.layout)
+        shallow = min(depth, space.depth_multiple)
+        case = case if keep_wide else narrower(case, space.inputs, min(hidden, least), case.layout, shallow)
         case = case if keep_empty else without_empty_experts(case)
         case = case if keep_plain else without_plain_tokens(case)
     return case
@@ -155,14 +174,17 @@ def draw_cases(n: int, seed: int, space: Space) -> list[Case]:
     return [draw_case(SeededSource(values.key("case", space.path, seed, i)), space) for i in range(n)]
 
 
-def _draw_hidden(source: Source, space: Space, elements: int) -> int:
-    most = max(1, min(space.max_hidden, elements) // space.multiple)
+def _draw_size(source: Source, largest: int, multiple: int) -> int:
+    most = max(1, largest // multiple)
     few = source.integer(0, 3) < 3
-    return space.multiple * source.integer(1, min(most, 4) if few else most)
+    return multiple * source.integer(1, min(most, 4) if few else most)
 
 
 def _draw_values(source: Source, space: Space, case: Case) -> dict[str, Values]:
-    kinds = [kind for kind in space.kinds if space.allow_specials or kind not in values.NOT_FINITE]
+    kinds, factor_kinds = (
+        [kind for kind in drawn if space.allow_specials or kind not in _NOT_FINITE]
+        for drawn in (space.kinds, space.factor_kinds)
+    )
     apart = source.integer(0, 3) == 3
     seed = source.integer(0, (1 << 32) - 1)
     common = one_of(source, kinds)
@@ -170,14 +192,16 @@ def _draw_values(source: Source, space: Space, case: Case) -> dict[str, Values]:
     for spec in space.inputs:
         if spec.kind == "prob" and case.prob:
             item = _seeded(one_of(source, tuple(values.PROB_KINDS)), seed)
-        elif spec.kind in ("values", "bias"):
-            own = one_of(source, kinds)
-            exponent = one_of(source, EXPONENTS)
-            kind = own if apart else common
+        elif spec.kind == "alpha":
+            item = _seeded(one_of(source, ALPHA_KINDS), seed)
+        elif spec.kind in VALUE_KINDS and spec.kind != "prob":
+            own = one_of(source, factor_kinds if spec.factor else kinds)
+            exponent = one_of(source, FACTOR_EXPONENTS if spec.factor else EXPONENTS)
+            kind = own if apart or spec.factor else common
             item = _seeded(kind, seed, exponent if kind in SCALED else 0)
         else:
             continue
-        if spec.kind != "bias":
+        if spec.kind not in EXPERT_KINDS:
             item = _windowed(source, case, spec, item)
             item = _edited(source, space, case, spec, item)
         result[spec.name] = item
@@ -206,7 +230,7 @@ def _edited(source: Source, space: Space, case: Case, spec: TensorSpec, item: Va
     number = max(0, source.integer(0, 8) - 5)
     if not case.tokens or not number:
         return item
-    width = 1 if spec.kind == "prob" else spec.columns * case.hidden
+    width = 1 if spec.kind == "prob" else spec.columns * case.width(spec)
     patterns = EDIT_BITS if space.allow_specials else EDIT_BITS[:_FINITE_EDITS]
     rows = case.valid_rows()
     edits = {(edit.row, edit.column): edit for edit in item.edits}

@@ -29,7 +29,7 @@ def is_plain(case: Case) -> bool:
 
 def extent(case: Case, spec: TensorSpec) -> tuple[int, int, int]:
     """Tokens, columns and parts of an input of values or probabilities."""
-    return (case.tokens, 1, 1) if spec.kind == "prob" else (case.tokens, case.hidden, spec.columns)
+    return (case.tokens, 1, 1) if spec.kind == "prob" else (case.tokens, case.width(spec), spec.columns)
 
 
 def windowed(case: Case, spec: TensorSpec, item: Values, starts: Sequence[int], ends: Sequence[int]) -> Values:
@@ -100,24 +100,26 @@ def without_plain_tokens(case: Case) -> Case:
     return keep(case, tokens)
 
 
-def narrower(case: Case, inputs: Sequence[TensorSpec], hidden: int, layout: str) -> Case:
-    """The case with other columns: edits keep their part, and their column modulo `hidden`.
+def narrower(case: Case, inputs: Sequence[TensorSpec], hidden: int, layout: str, depth: int | None = None) -> Case:
+    """The case with other columns: edits keep their part, and their column modulo `hidden`, or `depth` (None: as is).
 
     Raises CaseError if the layout does not allow the hidden size.
     """
-    smaller = case.replace(hidden=hidden, layout=layout, values={})
-    parts = {spec.name: spec.columns for spec in inputs if spec.kind == "values"}
+    depth = case.depth if depth is None else depth
+    smaller = case.replace(hidden=hidden, depth=depth, layout=layout, values={})
+    specs = {spec.name: spec for spec in inputs if spec.kind == "values"}
     changed = {}
     for name, item in case.values.items():
-        if name in parts:
+        if name in specs:
+            parts, width = specs[name].columns, smaller.width(specs[name])
             edits = {}
             for row, physical, bits in item.edits:
-                part, column = case.logical_column(physical, parts[name])
-                physical = smaller.physical_column(part, column % hidden, parts[name])
+                part, column = case.logical_column(physical, parts)
+                physical = smaller.physical_column(part, column % width, parts)
                 edits[row, physical] = Edit(row, physical, bits)
             window = item.window
             if window is not None:
-                start, end = min(window.column, hidden), min(window.column_end, hidden)
+                start, end = min(window.column, width), min(window.column_end, width)
                 window = window._replace(column=start, column_end=end)
             item = replace(item, window=window, edits=tuple(edits.values()))
         changed[name] = item

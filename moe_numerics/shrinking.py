@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_numerics.cases import Case, CaseError, TensorSpec, Values
+from moe_numerics.cases import EXPERT_KINDS, VALUE_KINDS, Case, CaseError, TensorSpec, Values
 from moe_numerics.reducing import (
     extent,
     is_plain,
@@ -30,17 +30,19 @@ def shrink(
     fails: Callable[[Case], bool],
     *,
     multiple: int = 32,
+    depth_multiple: int = 32,
     attempts: int = 150,
 ) -> Case:
     """A smaller case that still fails, found by at most `attempts` calls of `fails`; `case` must fail itself.
 
-    multiple: what hidden sizes are multiples of. The result is the same in every run if `fails` is.
+    multiple, depth_multiple: what hidden sizes and depths are multiples of. The result is the same in every run if
+    `fails` is.
     """
     tried = {case}
     progress = True
     while progress:
         progress = False
-        for change in _changes(case, inputs, multiple):
+        for change in _changes(case, inputs, multiple, depth_multiple):
             try:
                 candidate = change()
             except CaseError:
@@ -56,19 +58,23 @@ def shrink(
     return case
 
 
-def _changes(case: Case, inputs: Sequence[TensorSpec], multiple: int) -> Iterator[Change]:
+def _changes(case: Case, inputs: Sequence[TensorSpec], multiple: int, depth_multiple: int) -> Iterator[Change]:
     """Ways to make the case simpler, the most promising first; some may be impossible."""
     for spec in inputs:
-        if spec.kind == "values" or (spec.kind == "prob" and case.prob):
+        if spec.kind in EXPERT_KINDS:
+            if case.values.get(spec.name) != plain_values(spec):
+                yield partial(_with, case, spec, plain_values(spec))
+        elif spec.kind in VALUE_KINDS and (spec.kind != "prob" or case.prob):
             yield from _simpler_values(case, spec)
     if is_plain(case):
         yield partial(without_plain_tokens, case)
         yield partial(without_empty_experts, case)
     yield from _fewer_tokens(case)
-    for hidden in (multiple, case.hidden // 2 // multiple * multiple, case.hidden - multiple):
-        if 0 < hidden < case.hidden:
-            yield partial(narrower, case, inputs, hidden, case.layout)
-            yield partial(narrower, case, inputs, hidden, "halves")
+    for hidden in _smaller(case.hidden, multiple):
+        yield partial(narrower, case, inputs, hidden, case.layout)
+        yield partial(narrower, case, inputs, hidden, "halves")
+    for depth in _smaller(case.depth, depth_multiple):
+        yield partial(narrower, case, inputs, case.hidden, case.layout, depth)
     yield partial(narrower, case, inputs, case.hidden, "halves")
     everyone = [range(count) for count in case.counts]
     for change in _SIMPLER_ROWS:
@@ -79,6 +85,11 @@ def _changes(case: Case, inputs: Sequence[TensorSpec], multiple: int) -> Iterato
     yield partial(case.replace, padding_fill="zero")
     yield partial(case.replace, offsets_dtype="int32")
     yield partial(case.replace, seed=0)
+
+
+def _smaller(size: int, multiple: int) -> list[int]:
+    """The least size, half of it, and one step less, as far as they are smaller."""
+    return [n for n in (multiple, size // 2 // multiple * multiple, size - multiple) if 0 < n < size]
 
 
 _SIMPLER_ROWS: tuple[dict[str, Any], ...] = (
