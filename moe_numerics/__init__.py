@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_numerics.baseline import BaselineError
+    from moe_numerics.bounds import Arithmetic, BoundError
     from moe_numerics.cases import Case, CaseError
     from moe_numerics.checking import Checked, KernelError, UnexplainedBits, check, kernel
     from moe_numerics.contract import Contract, profile
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
     from moe_numerics.paths import all_paths, find_path
 
 __all__ = [
+    "Arithmetic",
+    "BaselineError",
+    "BoundError",
     "Case",
     "CaseError",
     "Checked",
@@ -28,6 +33,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Arithmetic": "bounds",
+    "BaselineError": "baseline",
+    "BoundError": "bounds",
     "Case": "cases",
     "CaseError": "cases",
     "Checked": "checking",

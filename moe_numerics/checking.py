@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, overload
+from pathlib import Path as FilePath
+from typing import Any
 
 import torch
 
+from moe_numerics.baseline import Baseline, Judged, keys_of
 from moe_numerics.bounded import compare_bounded
 from moe_numerics.bounds import Arithmetic
 from moe_numerics.cases import Case
@@ -25,6 +27,7 @@ from moe_numerics.contract import CHOICES, Contract
 from moe_numerics.devices import same_bytes
 from moe_numerics.drawing import Space, draw_cases
 from moe_numerics.findings import Finding, merge
+from moe_numerics.judgement import Checked, UnexplainedBits
 from moe_numerics.paths import Path, PathError, find_path
 from moe_numerics.running import compare_outputs, expected_outputs
 
@@ -36,12 +39,16 @@ DEFAULT_CASES = 20
 _SHORT = {"codes": "codes_rowwise", "scales": "scales_rowwise"}
 
 
+_NARROW = {
+    "E4M3": torch.float8_e4m3fn,
+    "E5M2": torch.float8_e5m2,
+    "E8M0": torch.float8_e8m0fnu,
+    "E2M1x2": torch.float4_e2m1fn_x2,
+}
+
+
 class KernelError(ValueError):
     """The callable does not do what its binding says: it raises, or returns something else."""
-
-
-class UnexplainedBits(AssertionError):
-    """A kernel's results differ from the reference; the message says where, and what would fit better."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,29 @@ class Binding:
         for name, tensor in tensors.items():
             if not same_bytes(tensor, copies[name]):
                 raise KernelError(f"{_name(function)} wrote into its input {self.inputs[name]!r}")
-        return {_SHORT.get(name, name): self._pick(function, returned, place) for name, place in self.outputs.items()}
+        where = torch.device(self.device)
+        results = {}
+        for name, place in self.outputs.items():
+            value = self._pick(function, returned, place)
+            if value.device.type != where.type or (where.index is not None and value.device != where):
+                raise KernelError(
+                    f"{_name(function)} returned a tensor on {value.device} at {place!r}: expected {self.device}"
+                )
+            full = _SHORT.get(name, name)
+            results[full] = self._as_bits(function, full, place, value)
+        return results
+
+    def _as_bits(self, function: Callable[..., Any], name: str, place: int | str, value: torch.Tensor) -> torch.Tensor:
+        """Codes and scales as uint8, whichever type of one byte holds them."""
+        if value.dtype.itemsize != 1:
+            return value
+        form = find_path(self.path).output(name).format
+        if value.dtype not in (torch.uint8, torch.int8, _NARROW.get(form, torch.uint8)):
+            raise KernelError(
+                f"{_name(function)} returned {str(value.dtype).removeprefix('torch.')} at {place!r}: "
+                f"expected {form} codes, as uint8 or in torch's own type for them"
+            )
+        return value.view(torch.uint8)
 
     def _pick(self, function: Callable[..., Any], returned: Any, place: int | str) -> torch.Tensor:
         results: Any = (returned,) if isinstance(returned, torch.Tensor) else returned
@@ -112,73 +141,17 @@ class Binding:
             raise KernelError(f"{_name(function)} returned {what}: expected one at {place!r}") from None
         if not isinstance(value, torch.Tensor):
             raise KernelError(f"{_name(function)} returned {type(value).__name__} at {place!r}: expected a tensor")
-        return value.view(torch.uint8) if value.dtype.itemsize == 1 else value
-
-
-@dataclass(frozen=True)
-class Checked(Sequence[Finding]):
-    """What `check` found: a finding for each output over all cases, and the nearest contract if something differs."""
-
-    path: str
-    cases: int
-    findings: tuple[Finding, ...]
-    failing: Case | None = None
-    nearest: str = ""
-
-    @overload
-    def __getitem__(self, index: int) -> Finding: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Finding]: ...
-
-    def __getitem__(self, index: int | slice) -> Finding | Sequence[Finding]:
-        return self.findings[index]
-
-    def __len__(self) -> int:
-        return len(self.findings)
-
-    def __iter__(self) -> Iterator[Finding]:
-        return iter(self.findings)
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing is unexplained."""
-        return all(finding.passed for finding in self.findings)
-
-    def __str__(self) -> str:
-        lines = [f"{self.path}: {self.cases} cases"]
-        for finding in self.findings:
-            line = f"  {finding.output}: "
-            if finding.unchecked == finding.elements and finding.elements:
-                lines.append(line + f"not checked, {finding.reason}")
-                continue
-            line += f"{finding.bit_equal:,} of {finding.elements:,} bit-equal"
-            if finding.explained:
-                line += f", {finding.explained:,} explained"
-            if finding.sharpness is not None:
-                line += f", largest error {finding.sharpness:.3g} of its bound"
-            lines.append(line)
-            first = finding.first_mismatch
-            if first is not None:
-                where = ", ".join(f"{name} {value}" for name, value in first["coordinates"].items())
-                lines.append(
-                    f"    first at {where}: expected {first['expected']} ({first['expected_bits']}), "
-                    f"got {first['got']} ({first['got_bits']})"
-                )
-        if self.nearest:
-            lines.append(f"  nearest contract: {self.nearest}")
-        if self.failing is not None:
-            lines.append(f"  failing case: {self.failing!r}")
-        return "\n".join(lines)
-
-    def raise_if_unexplained(self) -> None:
-        """UnexplainedBits, with everything above as its message, unless nothing is unexplained."""
-        if not self.passed:
-            raise UnexplainedBits(str(self))
+        return value
 
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
+
+
+def _stable_name(function: Callable[..., Any]) -> str:
+    """Module and qualified name; of a callable object those of its type, as its own words may hold an address."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def kernel(
@@ -262,6 +235,8 @@ def check(
     cases: Any = None,
     contract: Contract | None = None,
     arithmetic: Arithmetic | None = None,
+    baseline: str | FilePath | None = None,
+    update_baseline: bool = False,
 ) -> Checked:
     """Compare a callable with a path's reference over cases, bit by bit or within derived bounds.
 
@@ -270,12 +245,16 @@ def check(
     contract: instead of that of the binding's profile. arithmetic: how the kernel computes between inputs and outputs;
     with it the grade is bounded: a bit that differs is explained where the bounds derived for that arithmetic, and for
     codes and scales one set of values inside them, allow what was written (see `bounds`). Only rows that experts own
-    are compared: what a kernel leaves in padding rows of its results is its own affair.
+    are compared: what a kernel leaves in padding rows of its results is its own affair. baseline: a file of known
+    findings, which do not fail unless they got worse (see `baseline`); with `update_baseline` it is written instead.
 
-    KernelError: the callable raises, returns another number, shape, dtype or device of tensors, or writes into its
-    inputs. BoundError: no bounds are derived for the path under this arithmetic. PathError and CaseError: the arguments
-    do not fit.
+    KernelError: the callable raises, returns another number, shape, dtype or device of tensors, writes into its inputs,
+    or needs a GPU that is not there. BoundError: no bounds are derived for the path under this arithmetic.
+    BaselineError: the file is no baseline. PathError and CaseError: the arguments do not fit.
     """
+    known = None if baseline is None else Baseline.load(baseline)
+    if known is None and update_baseline:
+        raise PathError("update_baseline needs baseline: name the file to write")
     bound = binding(kernel, path)
     found = find_path(bound.path)
     chosen = contract if contract is not None else found.contract(bound.profile)
@@ -284,6 +263,7 @@ def check(
     all_cases = _cases(bound, cases)
     if not all_cases:
         raise PathError("cases are empty: give at least one")
+    _need_device(kernel, bound.device)
     for case in all_cases:
         tensors = case.tensors(found.inputs, bound.device)
         got = {name: tensor.cpu() for name, tensor in bound.call(kernel, tensors).items()}
@@ -293,10 +273,26 @@ def check(
         if failing is None and not all(finding.passed for finding in findings):
             failing = case, got
     merged = tuple(merge(findings) for findings in per_output.values())
+    judged = Judged()
+    if known is not None:
+        keys = keys_of(_stable_name(kernel), found.id, chosen, arithmetic, per_output)
+        if update_baseline:
+            known.update(keys, merged)
+            known.save()
+        judged = known.judge(keys, merged)
     if failing is None:
-        return Checked(found.id, len(all_cases), merged)
+        return Checked(found.id, len(all_cases), merged, baseline=judged)
     nearest = _nearest(found, *failing, chosen) if arithmetic is None else ""
-    return Checked(found.id, len(all_cases), merged, failing[0], nearest)
+    return Checked(found.id, len(all_cases), merged, failing[0], nearest, judged)
+
+
+def _need_device(kernel: Callable[..., Any], device: str) -> None:
+    """KernelError: the binding asks for a device that this machine lacks."""
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise KernelError(f"{_name(kernel)} needs device {device}, which cannot be used here: {reason}") from error
 
 
 def _compare(

@@ -85,8 +85,21 @@ def test_names_of_the_path_need_no_decorator() -> None:
         (lambda x: (x.view(torch.uint8), x.view(torch.uint8)), "codes_rowwise"),
         (lambda x: (x.zero_(), x), "wrote into its input"),
         (lambda x: (x.float(), x), "codes_rowwise"),
+        (lambda x: None, "returned NoneType: expected one at 0"),
+        (lambda x: (x.to(torch.float8_e5m2), x), "returned float8_e5m2 at 0: expected E4M3 codes"),
+        (lambda x: (torch.empty_like(x, dtype=torch.uint8, device="meta"), x), "on meta at 0: expected cpu"),
     ],
-    ids=["raises", "too few results", "no tensors", "wrong shape", "writes into inputs", "wrong dtype"],
+    ids=[
+        "raises",
+        "too few results",
+        "no tensors",
+        "wrong shape",
+        "writes into inputs",
+        "wrong dtype",
+        "nothing",
+        "codes of another format",
+        "wrong device",
+    ],
 )
 def test_a_broken_callable_is_a_clear_error(body, message: str) -> None:  # type: ignore[no-untyped-def]
     """Fault: a callable that does not do what its binding says ends in a traceback of ours."""
@@ -97,6 +110,30 @@ def test_a_broken_callable_is_a_clear_error(body, message: str) -> None:  # type
 
     with pytest.raises(KernelError, match=message):
         moe_numerics.check(broken, cases=CASE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_kernel_that_needs_an_absent_gpu_says_so() -> None:
+    """Fault: a traceback from the making of inputs, which names neither the kernel nor the device."""
+    inputs = {"x": "x", "offsets": "offs"}
+
+    @moe_numerics.kernel("quantize.mxfp8_e4m3", inputs, outputs={"codes": 0}, device="cuda")
+    def mine(x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return x
+
+    with pytest.raises(KernelError, match="mine needs device cuda, which cannot be used here: "):
+        moe_numerics.check(mine, cases=CASE)
+
+
+def test_codes_may_be_of_torchs_own_types() -> None:
+    """Fault: a kernel that returns float8 tensors is refused, or its codes are converted."""
+
+    @moe_numerics.kernel("quantize.mxfp8_e4m3", inputs={"x": "x", "offsets": "offs"}, outputs={"codes": 0, "scales": 1})
+    def mine(x: torch.Tensor, offs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        copy = mxfp8.quantize(x, -1, E4M3)
+        return copy.codes.view(torch.float8_e4m3fn), copy.scales.view(torch.float8_e8m0fnu)
+
+    assert moe_numerics.check(mine, cases=CASE).passed
 
 
 @pytest.mark.parametrize(
