@@ -17,7 +17,6 @@ import torch
 from moe_numerics.fused.activations import IDENTITY, Activation
 from moe_numerics.fused.activations import activation as twin
 from moe_numerics.fused.compilation import current_target
-from moe_numerics.fused.elementwise import check_ragged
 from moe_numerics.fused.gemm_activation import SHARE_COLUMNS, ActivationBackward, ActivationForward
 from moe_numerics.fused.gemm_column_sums import part_rows
 from moe_numerics.fused.gemm_launch import (
@@ -32,11 +31,12 @@ from moe_numerics.fused.gemm_launch import (
     choose_tiling,
     launch_gemm,
 )
+from moe_numerics.fused.gemm_operands import Ragged, check_bias, check_prob, product_of_rows
 from moe_numerics.fused.gemm_problem import BLOCK, RaggedRows, Tiling
-from moe_numerics.fused.grouped_gemm import check_bias, check_operands, expert_alpha
 from moe_numerics.fused.hadamard import Rotation
 from moe_numerics.fused.launch import check_tensor
 from moe_numerics.fused.mxfp8 import Mxfp8
+from moe_numerics.fused.quantized import Quantized
 from moe_numerics.fused.tile import Backward, Bfloat16, Forward, Layout, Sink
 from moe_numerics.reference.activations import Activation as ReferenceActivation
 from moe_numerics.reference.contract import SUITE, Contract
@@ -55,7 +55,6 @@ _OUTPUTS = {
     "codes_colwise": CODES,
     "scales_colwise": SCALES,
 }
-_DEPTH_MULTIPLE = 8
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -137,8 +136,8 @@ def _named(results: Mapping[str, torch.Tensor]) -> list[tuple[torch.Tensor | Non
 
 def _forward(
     choices: _Choices,
-    x: torch.Tensor,
-    weights: torch.Tensor,
+    x: torch.Tensor | Quantized,
+    weights: torch.Tensor | Quantized,
     offsets: torch.Tensor,
     counts: torch.Tensor | None,
     prob: torch.Tensor | None,
@@ -148,17 +147,16 @@ def _forward(
     out: Mapping[str, torch.Tensor] | None,
     tiling: Tiling | None,
 ) -> dict[str, torch.Tensor]:
-    device = x.device
     inputs = choices.activation.inputs
-    experts = check_ragged(offsets, counts, device, choices.alignment)
-    columns = check_operands("x", x, weights, experts, 2, BLOCK * inputs)
+    ragged = Ragged.read(x, offsets, counts, choices.alignment)
+    product = product_of_rows("x", x, weights, ragged, False, BLOCK * inputs)
+    device, experts, rows, columns = offsets.device, ragged.experts, product.rows, product.columns
     wide_bias = check_bias(bias, experts, columns, device)
-    rows = x.shape[0]
-    if prob is not None:
-        check_tensor("prob", prob, torch.float32, (rows,), device, 4)
+    check_prob(prob, rows, device)
     shapes: Shapes = {"preactivation": ((rows, columns), torch.bfloat16)} if preactivation else {}
     shapes |= choices.shapes(rows, columns // inputs, experts, 1, False)
     results = buffers(shapes, out, device)
+    factor = product.alpha(alpha)
     if rows == 0:
         return _without_rows(results)
     launch_gemm(
@@ -172,13 +170,12 @@ def _forward(
             wide_bias,
         ),
         tiling or choose_tiling(columns),
-        (x, Kind(torch.bfloat16, (1, _DEPTH_MULTIPLE), 16)),
-        (weights, Kind(torch.bfloat16, (1, BLOCK * inputs, _DEPTH_MULTIPLE), 16)),
+        *product.operands(),
         offsets,
         counts,
         (
             (results["amax"], VECTOR),
-            (expert_alpha(alpha, experts, device), VECTOR),
+            (factor, VECTOR),
             (bias, WIDE if wide_bias else MATRIX),
             (prob, VECTOR),
             (results.get("preactivation"), MATRIX),
@@ -190,8 +187,8 @@ def _forward(
 
 
 def fc1(
-    x: torch.Tensor,
-    weights: torch.Tensor,
+    x: torch.Tensor | Quantized,
+    weights: torch.Tensor | Quantized,
     offsets: torch.Tensor,
     counts: torch.Tensor | None = None,
     prob: torch.Tensor | None = None,
@@ -229,8 +226,8 @@ def fc1(
 
 
 def matmul_quantize(
-    x: torch.Tensor,
-    weights: torch.Tensor,
+    x: torch.Tensor | Quantized,
+    weights: torch.Tensor | Quantized,
     offsets: torch.Tensor,
     counts: torch.Tensor | None = None,
     prob: torch.Tensor | None = None,
@@ -253,8 +250,8 @@ def matmul_quantize(
 
 
 def fc2_backward(
-    grad: torch.Tensor,
-    weights: torch.Tensor,
+    grad: torch.Tensor | Quantized,
+    weights: torch.Tensor | Quantized,
     preactivation: torch.Tensor,
     offsets: torch.Tensor,
     counts: torch.Tensor | None = None,
@@ -285,20 +282,19 @@ def fc2_backward(
     unknown = sorted(set(extras) - {"dbias", "dactivation"})
     if unknown:
         raise ValueError(f"extras has {unknown[0]!r}: expected 'dbias' or 'dactivation'")
-    device = grad.device
     inputs = choices.activation.inputs
-    experts = check_ragged(offsets, counts, device, alignment)
-    hidden = check_operands("grad", grad, weights, experts, 1, BLOCK)
-    rows = grad.shape[0]
+    ragged = Ragged.read(grad, offsets, counts, alignment)
+    product = product_of_rows("grad", grad, weights, ragged, True, BLOCK)
+    device, experts, rows, hidden = offsets.device, ragged.experts, product.rows, product.columns
     check_tensor("preactivation", preactivation, torch.bfloat16, (rows, hidden * inputs), device, 16)
-    if prob is not None:
-        check_tensor("prob", prob, torch.float32, (rows,), device, 4)
+    check_prob(prob, rows, device)
     shapes = choices.shapes(rows, hidden, experts, inputs, prob is not None)
     if "dactivation" in extras:
         shapes["dactivation"] = ((rows, hidden), torch.float32)
     if "dbias" in extras:
         shapes["dbias"] = ((experts, inputs * hidden), torch.float32)
     results = buffers(shapes, out, device)
+    factor = product.alpha(alpha)
     if rows == 0:
         return _without_rows(results)
     shares = parts = None
@@ -317,13 +313,12 @@ def fc2_backward(
             parts is not None,
         ),
         tiling or choose_tiling(hidden),
-        (grad, Kind(torch.bfloat16, (1, _DEPTH_MULTIPLE), 16)),
-        (weights, Kind(torch.bfloat16, (1, _DEPTH_MULTIPLE, BLOCK), 16)),
+        *product.operands(),
         offsets,
         counts,
         (
             (results["amax"], VECTOR),
-            (expert_alpha(alpha, experts, device), VECTOR),
+            (factor, VECTOR),
             (prob, VECTOR),
             (preactivation, MATRIX),
             (results.get("dactivation"), WIDE),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float32, Int32, Uint16, Uint32
+from cutlass import BFloat16, Float8E4M3FN, Float8E5M2, Float16, Float32, Int32, Uint16, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import T
@@ -20,7 +20,7 @@ from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.formats import E4M3, E5M2, FloatFormat
 from moe_numerics.reference.mxfp8 import BLOCK, scale_constants, scale_target
 
-__all__ = ["BLOCK", "Mxfp8"]
+__all__ = ["BLOCK", "Mxfp8", "decode_codes", "decode_scale"]
 
 _CONVERSIONS = {"E4M3": Float8E4M3FN, "E5M2": Float8E5M2}
 _INFINITY = 0x7F800000
@@ -120,3 +120,22 @@ class Mxfp8:
             sat=nvvm.SaturationMode.SATFINITE,
         )
         return Uint16(codes).to(Uint32)
+
+
+def decode_codes(element: str, words: Sequence[Uint32]) -> list[Float32]:
+    """Values of E4M3 or E5M2 codes, four to a word, first value in the lowest byte; exact, NaN for a NaN code."""
+    values = []
+    for word in words:
+        for shift in (0, 16):
+            halves = pure_ptx(
+                f"cvt.rn.f16x2.{element.lower()}x2 $0, $1;", "=r,h", ((word >> shift) & Uint32(0xFFFF)).to(Uint16)
+            )
+            values.append((halves & Uint32(0xFFFF)).to(Uint16).bitcast(Float16).to(Float32))
+            values.append((halves >> 16).to(Uint16).bitcast(Float16).to(Float32))
+    return values
+
+
+def decode_scale(code: Uint32) -> Float32:
+    """Value of an E8M0 code: 2**(code - 127), NaN for 0xFF."""
+    bits = select(code == Uint32(0), Uint32(0x00400000), code << 23)
+    return select(code == Uint32(0xFF), Uint32(_NAN), bits).bitcast(Float32)
