@@ -55,12 +55,13 @@ def launch_grouped_gemm(
     operation = warpgroup.MmaF16BF16Op(
         BFloat16, Float32, (64, tiling.columns, 16), warpgroup.OperandSource.SMEM, left_major, right_major
     )
-    tiled_mma = cute.make_tiled_mma(cute.make_mma_atom(operation), (CONSUMERS, 1, 1))
+    together = 1 if tiling.alternating else CONSUMERS
+    tiled_mma = cute.make_tiled_mma(cute.make_mma_atom(operation), (together, 1, 1))
     left_layout, right_layout = problem.left_layout(tiling), problem.right_layout(tiling)
     load = cpasync.CopyBulkTensorTileG2SOp()
     shared_load = load if tiling.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
     left_atom, left_tiles = cpasync.make_tiled_tma_atom(
-        load, problem.left(left), cute.slice_(left_layout, (None, None, 0)), (ROWS, DEPTH)
+        load, problem.left(left), cute.slice_(left_layout, (None, None, 0)), (tiling.block_rows, DEPTH)
     )
     right_atom, right_tiles = cpasync.make_tiled_tma_atom(
         shared_load,
@@ -139,12 +140,14 @@ def grouped_gemm_kernel(
     left_ring = memory.allocate_tensor(BFloat16, left_layout.outer, 1024, left_layout.inner)
     right_ring = memory.allocate_tensor(BFloat16, right_layout.outer, 1024, right_layout.inner)
 
+    # Warps that read a stage.
+    reading_warps = WARPGROUP // 32 if tiling.alternating else CONSUMER_THREADS // 32
     ring = pipeline.PipelineTmaAsync.create(
         barrier_storage=barriers,
         num_stages=tiling.stages,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CONSUMER_THREADS // 32 * tiling.cluster),
-        tx_count=(ROWS + tiling.columns) * DEPTH * 2,
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, reading_warps * tiling.cluster),
+        tx_count=(tiling.block_rows + tiling.columns) * DEPTH * 2,
         cta_layout_vmnk=cute.make_layout((1, tiling.cluster, 1, 1)),
         defer_sync=True,
     )
@@ -163,7 +166,9 @@ def grouped_gemm_kernel(
             for index in cutlass.range(start, tiles, stride, unroll=1):
                 place = problem.locate(offsets, counts, index, row_tiles, sizes, tiling, lane)
                 left_source = cute.local_tile(
-                    problem.left_source(left, place, place.first + rank * ROWS), (ROWS, DEPTH), (0, None)
+                    problem.left_source(left, place, place.first + rank * tiling.block_rows),
+                    (tiling.block_rows, DEPTH),
+                    (0, None),
                 )
                 right_source = cute.local_tile(
                     problem.right_source(right, place, sizes), (tiling.columns, DEPTH), (0, None)
@@ -185,9 +190,10 @@ def grouped_gemm_kernel(
                 depth_tiles = (place.depth + (DEPTH - 1)) // DEPTH
                 for k in cutlass.range(depth_tiles, unroll=1):
                     if cutlass.const_expr(epilogue.prefetches):
-                        turn = k - (depth_tiles - PREFETCHES)
+                        turn = k - (depth_tiles - PREFETCHES * tiling.block_rows // ROWS)
                         if turn >= 0:
-                            epilogue.prefetch(place, rank * ROWS, sizes.columns, turn, tiling.columns, tensors, lane)
+                            shift = rank * tiling.block_rows
+                            epilogue.prefetch(place, shift, sizes.columns, turn, tiling.columns, tensors, lane)
                     ring.producer_acquire(filling)
                     arrived = ring.producer_get_barrier(filling)
                     cute.copy(left_atom, left_from[None, k], left_to[None, filling.index], tma_bar_ptr=arrived)
@@ -205,14 +211,22 @@ def grouped_gemm_kernel(
             ring.producer_tail(filling)
     else:
         cute.arch.setmaxregister_increase(MATH_REGISTERS)
-        own = tiled_mma.get_slice((group - 1) * WARPGROUP)
+        own = tiled_mma.get_slice(0 if tiling.alternating else (group - 1) * WARPGROUP)
         left_fragments = tiled_mma.make_fragment_A(own.partition_A(left_ring))
         right_fragments = tiled_mma.make_fragment_B(own.partition_B(right_ring))
-        sums = cute.make_rmem_tensor(tiled_mma.partition_shape_C((ROWS, tiling.columns)), Float32)
+        sums = cute.make_rmem_tensor(tiled_mma.partition_shape_C((tiling.block_rows, tiling.columns)), Float32)
         reading = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, tiling.stages)
         releasing = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, tiling.stages)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        for index in cutlass.range(start, tiles, stride, unroll=1):
+        first, step_over, shift = start, stride, rank * tiling.block_rows
+        if cutlass.const_expr(tiling.alternating):
+            first, step_over = start + (group - 1) * stride, CONSUMERS * stride
+            # The threads of the second warpgroup count as those of rows 64 and up.
+            shift = (rank - (group - 1)) * tiling.block_rows
+            skipped = (sizes.depth + (DEPTH - 1)) // DEPTH
+            reading.advance((group - 1) * skipped)
+            releasing.advance((group - 1) * skipped)
+        for index in cutlass.range(first, tiles, step_over, unroll=1):
             place = problem.locate(offsets, counts, index, row_tiles, sizes, tiling, lane)
             depth_tiles = (place.depth + (DEPTH - 1)) // DEPTH
             sums.fill(0.0)
@@ -246,4 +260,8 @@ def grouped_gemm_kernel(
                 releasing.advance()
             if cutlass.const_expr(problem.spread):
                 gather_vectors(sums, lane)
-            epilogue.write(sums, thread - WARPGROUP, place, rank * ROWS, sizes.columns, tensors, shared)
+            if cutlass.const_expr(tiling.alternating):
+                # The other warpgroup's stages.
+                reading.advance(depth_tiles)
+                releasing.advance(depth_tiles)
+            epilogue.write(sums, thread - WARPGROUP, place, shift, sizes.columns, tensors, shared)

@@ -25,21 +25,28 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class Tiling:
-    """Shape of a thread block's tile (128 rows), of the ring of stages and of the cluster.
+    """Shape of a thread block's tile, of the ring of stages and of the cluster.
 
     `cluster` thread blocks work on neighbouring row tiles and share the tiles of the right matrix that they load.
-    columns: 128 or 256. group: see `gemm_schedule.locate_columns`.
+    columns: 128 or 256. group: see `gemm_schedule.locate_columns`. alternating: the two warpgroups work on tiles of 64
+    rows of their own, so that one multiplies while the other is in its epilogue; else on the halves of one tile.
     """
 
     columns: int = 256
     stages: int = 4
     cluster: int = 2
     group: int = 16
+    alternating: bool = False
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a thread block's tile."""
+        return ROWS // 2 if self.alternating else ROWS
 
     @property
     def rows(self) -> int:
         """Rows of a cluster's tile."""
-        return ROWS * self.cluster
+        return self.block_rows * self.cluster
 
 
 class Sizes(NamedTuple):
@@ -86,6 +93,7 @@ class RaggedRows:
 
     transposed: bool = False
     ragged_depth = False
+    summed_rows = False
 
     @property
     def majors(self) -> tuple[OperandMajorMode, OperandMajorMode]:
@@ -97,7 +105,7 @@ class RaggedRows:
         return self.transposed
 
     def left_layout(self, tiling: Tiling) -> Any:
-        return _layout(ROWS, tiling.stages, True)
+        return _layout(tiling.block_rows, tiling.stages, True)
 
     def right_layout(self, tiling: Tiling) -> Any:
         return _layout(tiling.columns, tiling.stages, not self.transposed)
@@ -167,10 +175,16 @@ class RaggedRows:
 
 @dataclass(frozen=True)
 class RaggedDepth:
-    """For each expert the transpose of its rows of grad [capacity, N] times its rows of x [capacity, K]: [E, N, K]."""
+    """For each expert the transpose of its rows of grad [capacity, N] times its rows of x [capacity, K]: [E, N, K].
 
+    dense: whether column-wise blocks of tokens have no spare rows, see
+    `moe_numerics.reference.ragged.Experts.colwise_row`.
+    """
+
+    dense: bool = False
     spread = True
     ragged_depth = True
+    summed_rows = True
 
     @property
     def majors(self) -> tuple[OperandMajorMode, OperandMajorMode]:
