@@ -1,8 +1,9 @@
 """Paths x cases x devices: what `verify` runs, on all cores, and the report that comes out.
 
-Each path on each device is one task. Its cases are one fixed gauntlet, one of ordinary values and drawn ones, in
-groups that share what a kernel is compiled for (layout, counts, probabilities, type of the offsets), so that a few
-compilations serve many cases; which variants a path gets depends on the seed. The first failing case is made smaller.
+Each path on each device is one task. Its cases are one fixed gauntlet, one of ordinary values and drawn ones, and a few
+small fixed ones more for a path that writes NVFP4 (`nvfp4_cases`). They come in groups that share what a kernel is
+compiled for (layout, counts, probabilities, type of the offsets), so that a few compilations serve many cases; which
+variants a path gets depends on the seed. The first failing case is made smaller.
 Virtual devices share a pool of processes, one a core. A CUDA device has processes of its own, so that an illegal access
 ends one of them and not the run.
 """
@@ -23,6 +24,8 @@ from moe_numerics.cases import Case, gauntlet_case
 from moe_numerics.devices import Device, DeviceError, DeviceLost, open_device
 from moe_numerics.drawing import Space, draw_cases
 from moe_numerics.findings import Finding, merge
+from moe_numerics.nvfp4_cases import finite_gauntlet, near_tie_case, whole_tensor_cases
+from moe_numerics.operations import ActivationThenNvfp4, Nvfp4Copies
 from moe_numerics.paths import Path, find_path
 from moe_numerics.reference.contract import Contract
 from moe_numerics.report import write_reports
@@ -98,26 +101,41 @@ def default_examples(tasks: int) -> int:
 
 
 def campaign_cases(path: Path, profile: str, examples: int, seed: int) -> Iterator[Case]:
-    """The cases of a path, the same on every machine: the gauntlet, an ordinary one, then drawn ones."""
+    """The cases of a path, the same on every machine: the gauntlet, an ordinary one, then drawn ones.
+
+    A path that writes NVFP4 has a finite gauntlet, and after the ordinary case the small ones of `nvfp4_cases`, which
+    `examples` does not count.
+    """
     for group in range(-(-examples // GROUP)):
         source = SeededSource(values.key("variant", path.id, seed, group))
         space = _variant(path.space(profile), source)
         wanted = min(GROUP, examples - group * GROUP)
         if group == 0:
             wanted -= 2
-            yield gauntlet_case(
-                path.id,
-                profile,
-                inputs=path.inputs,
-                hidden=160 if space.layouts == ("halves",) else 128,
-                alignment=space.alignments[0],
-                padded=space.paddings[0],
-                layout=space.layouts[0],
-                prob=space.probs[0],
-            ).replace(offsets_dtype=space.offsets_dtypes[0])
+            nvfp4 = isinstance(path.operation, Nvfp4Copies | ActivationThenNvfp4)
+            gauntlet = _gauntlet(path, space, 96 if nvfp4 else 160 if space.layouts == ("halves",) else 128)
+            yield finite_gauntlet(gauntlet, path.inputs) if nvfp4 else gauntlet
             if examples > 1:
                 yield _ordinary_case(space, seed)
+                if nvfp4:
+                    narrow = _gauntlet(path, space, 64)
+                    yield near_tie_case(narrow, path.inputs)
+                    yield from whole_tensor_cases(narrow, path.inputs)
         yield from draw_cases(max(wanted, 0), values.key("group", seed, group), space)
+
+
+def _gauntlet(path: Path, space: Space, columns: int) -> Case:
+    """The gauntlet under the one variant of the space, with so many columns or the next multiple that it takes."""
+    return gauntlet_case(
+        path.id,
+        space.profile,
+        inputs=path.inputs,
+        hidden=-(-columns // space.multiple) * space.multiple,
+        alignment=space.alignments[0],
+        padded=space.paddings[0],
+        layout=space.layouts[0],
+        prob=space.probs[0],
+    ).replace(offsets_dtype=space.offsets_dtypes[0])
 
 
 def _ordinary_case(space: Space, seed: int) -> Case:
