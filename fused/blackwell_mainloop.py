@@ -8,7 +8,8 @@ tcgen05.mma over ascending K with a float32 accumulator, so that its bits are th
 
 Rows past the expert's end belong to other experts or to nobody: they are multiplied too, which changes no other row,
 and the epilogue stores none of them. Columns past the end likewise. Tokens past the end of a sum are overwritten with
-zeros in shared memory, in both operands, so that not even a NaN there counts.
+zeros in shared memory, in both operands, so that not even a NaN there counts; NVFP4 codes, which have no NaN, get zeros
+as scales there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, pipeline
+from cutlass import Float32, Int32, Uint8, Uint32, pipeline
 from cutlass.cute.nvgpu import cpasync, tcgen05
+from moe_numerics.fused.blackwell_operands import LINE_BYTES
+from moe_numerics.fused.blackwell_scales import (
+    SCALE_THREADS,
+    fill_tiles,
+    first_block,
+    left_lines,
+    right_lines,
+    scale_address,
+    to_tensor_memory,
+)
 from moe_numerics.fused.gemm_epilogue import gather_vectors
 from moe_numerics.fused.gemm_problem import ROWS
 from moe_numerics.fused.memory import MaybeTensor, store_words
@@ -29,7 +40,8 @@ __all__ = ["blackwell_gemm_kernel", "launch_blackwell_gemm"]
 WARPGROUP = 128
 EPILOGUE_WARPS = 8
 THREADS = WARPGROUP + 32 * EPILOGUE_WARPS
-LOAD_WARP, MULTIPLY_WARP = 0, 1
+# Of the first warpgroup; its last two warps put scales together.
+LOAD_WARP, MULTIPLY_WARP, FIRST_SCALE_WARP = 0, 1, 2
 LOAD_REGISTERS = 40
 EPILOGUE_REGISTERS = 232
 TENSOR_COLUMNS = 512
@@ -45,6 +57,8 @@ def launch_blackwell_gemm(
     tiling: cutlass.Constexpr,
     left: cute.Tensor,
     right: cute.Tensor,
+    left_scales: MaybeTensor,
+    right_scales: MaybeTensor,
     offsets: cute.Tensor,
     counts: MaybeTensor,
     tensors: tuple[MaybeTensor, ...],
@@ -79,6 +93,8 @@ def launch_blackwell_gemm(
         left_tiles,
         right_atom,
         right_tiles,
+        left_scales,
+        right_scales,
         sizes,
         offsets,
         counts,
@@ -116,6 +132,8 @@ def blackwell_gemm_kernel(
     left: cute.Tensor,
     right_atom: cute.CopyAtom,
     right: cute.Tensor,
+    left_scales: MaybeTensor,
+    right_scales: MaybeTensor,
     sizes: Any,
     offsets: cute.Tensor,
     counts: MaybeTensor,
@@ -129,15 +147,22 @@ def blackwell_gemm_kernel(
     lane = thread % 32
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     depth = operands.depth
-    accumulators = TENSOR_COLUMNS // tiling.columns
+    # Tiles of scales along a line, and where scales stand in tensor memory.
+    tiles_along = operands.blocks // 4
+    scale_columns = tiles_along * (ROWS + tiling.columns) // 32
+    accumulators = min(2, (TENSOR_COLUMNS - scale_columns) // tiling.columns)
 
     memory = cutlass.memory.SmemAllocator()
     barriers = memory.allocate_array(cutlass.Int64, 2 * tiling.stages)
     accumulator_barriers = memory.allocate_array(cutlass.Int64, 2 * accumulators)
     holder = memory.allocate_array(Int32, 1)
     shared = epilogue.allocate(memory, tiling.columns)
-    left_ring = memory.allocate_tensor(operands.element, left_layout.outer, 1024, left_layout.inner)
-    right_ring = memory.allocate_tensor(operands.element, right_layout.outer, 1024, right_layout.inner)
+    stage_bytes = tiles_along * (ROWS + tiling.columns) * 4
+    if cutlass.const_expr(operands.scale_block):
+        scale_barriers = memory.allocate_array(cutlass.Int64, 2 * tiling.stages)
+        scale_ring = memory.allocate_tensor(Uint8, cute.make_layout(stage_bytes * tiling.stages), 128).iterator
+    left_ring = memory.allocate_tensor(operands.copied, left_layout.outer, 1024, left_layout.inner)
+    right_ring = memory.allocate_tensor(operands.copied, right_layout.outer, 1024, right_layout.inner)
 
     alone = cute.make_layout((1, 1, 1, 1))
     ring = pipeline.PipelineTmaUmma.create(
@@ -145,7 +170,7 @@ def blackwell_gemm_kernel(
         num_stages=tiling.stages,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
         consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-        tx_count=(ROWS + tiling.columns) * 128,
+        tx_count=(ROWS + tiling.columns) * LINE_BYTES,
         cta_layout_vmnk=alone,
         defer_sync=True,
     )
@@ -157,6 +182,15 @@ def blackwell_gemm_kernel(
         cta_layout_vmnk=alone,
         defer_sync=True,
     )
+    if cutlass.const_expr(operands.scale_block):
+        scaling = pipeline.PipelineAsyncUmma.create(
+            barrier_storage=scale_barriers,
+            num_stages=tiling.stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, SCALE_THREADS // 32),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            cta_layout_vmnk=alone,
+            defer_sync=True,
+        )
     if warp == MULTIPLY_WARP:
         cute.arch.alloc_tmem(TENSOR_COLUMNS, holder)
         cute.arch.relinquish_tmem_alloc_permit()
@@ -209,20 +243,12 @@ def blackwell_gemm_kernel(
             ring.producer_tail(filling)
         elif warp == MULTIPLY_WARP:
             left_major, right_major = problem.majors
-            left_shape = tiled_mma.partition_shape_A((ROWS, depth))
-            right_shape = tiled_mma.partition_shape_B((tiling.columns, depth))
-            left_fragments = tiled_mma.make_fragment_A(
-                cute.make_tensor(
-                    left_ring.iterator, operands.multiplied_layout(left_shape, tiling.stages, left_major).outer
-                )
-            )
-            right_fragments = tiled_mma.make_fragment_B(
-                cute.make_tensor(
-                    right_ring.iterator, operands.multiplied_layout(right_shape, tiling.stages, right_major).outer
-                )
-            )
+            left_fragments = operands.multiplied(tiled_mma, left_ring, True, left_major, left_layout.inner)
+            right_fragments = operands.multiplied(tiled_mma, right_ring, False, right_major, right_layout.inner)
             shape = cute.append(tiled_mma.partition_shape_C((ROWS, tiling.columns)), accumulators)
             sums = cute.make_tensor(tensor_pointer, tiled_mma.make_fragment_C(shape).layout)
+            left_factors = tensor_pointer.toint() + accumulators * tiling.columns
+            right_factors = left_factors + tiles_along * (ROWS // 32)
             reading = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, tiling.stages)
             adding = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, accumulators)
             for index in cutlass.range(start, tiles, stride, unroll=1):
@@ -234,7 +260,7 @@ def blackwell_gemm_kernel(
                 for k in cutlass.range(depth_tiles, unroll=1):
                     ring.consumer_wait(reading)
                     after_thread_sync()
-                    if cutlass.const_expr(problem.ragged_depth):
+                    if cutlass.const_expr(problem.summed_rows):
                         rest = place.depth - k * depth
                         if rest < depth:
                             for tile, rows, layout in (
@@ -242,12 +268,23 @@ def blackwell_gemm_kernel(
                                 (right_ring, tiling.columns, right_layout),
                             ):
                                 plain = cute.make_tensor(
-                                    cute.recast_ptr(tile.iterator, dtype=operands.element), layout.outer
+                                    cute.recast_ptr(tile.iterator, dtype=operands.copied), layout.outer
                                 )
                                 _zero_lines(plain, rows, reading.index, rest, lane)
                             cute.arch.fence_proxy("async.shared", space="cta")
                             cute.arch.sync_warp()
+                    if cutlass.const_expr(operands.scale_block):
+                        scaling.consumer_wait(reading)
+                        stage = scale_ring + reading.index * stage_bytes
+                        to_tensor_memory(stage, left_factors, ROWS, tiles_along)
+                        right_stage = stage + tiles_along * ROWS * 4
+                        to_tensor_memory(right_stage, right_factors, tiling.columns, tiles_along)
                     for step in cutlass.range_constexpr(cute.size(left_fragments, mode=[2])):
+                        if cutlass.const_expr(operands.scale_block):
+                            tiled_mma.set(tcgen05.Field.SFA, scale_address(operands, left_factors, ROWS, step))
+                            tiled_mma.set(
+                                tcgen05.Field.SFB, scale_address(operands, right_factors, tiling.columns, step)
+                            )
                         at = (None, None, step, reading.index)
                         cute.gemm(
                             tiled_mma,
@@ -258,10 +295,58 @@ def blackwell_gemm_kernel(
                         )
                         tiled_mma.set(tcgen05.Field.ACCUMULATE, True)
                     ring.consumer_release(reading)
+                    if cutlass.const_expr(operands.scale_block):
+                        scaling.consumer_release(reading)
                     reading.advance()
                 finished.producer_commit(adding)
                 adding.advance()
             finished.producer_tail(adding)
+        elif cutlass.const_expr(operands.scale_block):
+            filling = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, tiling.stages)
+            helper = thread - FIRST_SCALE_WARP * 32
+            for index in cutlass.range(start, tiles, stride, unroll=1):
+                place = problem.locate(offsets, counts, index, row_tiles, sizes, tiling, lane)
+                left_matrix = left_lines(problem, left_scales)
+                right_matrix = right_lines(problem, right_scales, place.expert)
+                from_block = first_block(problem, operands.scale_block, place)
+                per_block = depth // operands.blocks
+                end_block = (place.depth + (per_block - 1)) // per_block
+                depth_tiles = (place.depth + (depth - 1)) // depth
+                for k in cutlass.range(depth_tiles, unroll=1):
+                    scaling.producer_acquire(filling)
+                    stage = scale_ring + filling.index * stage_bytes
+                    fill_tiles(
+                        left_matrix,
+                        place.first,
+                        place.end,
+                        from_block,
+                        k * operands.blocks,
+                        end_block,
+                        False,
+                        ROWS,
+                        tiles_along,
+                        stage,
+                        helper,
+                    )
+                    fill_tiles(
+                        right_matrix,
+                        place.column,
+                        sizes.columns,
+                        from_block,
+                        k * operands.blocks,
+                        end_block,
+                        not problem.spread,
+                        tiling.columns,
+                        tiles_along,
+                        stage + tiles_along * ROWS * 4,
+                        helper,
+                    )
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        scaling.producer_commit(filling)
+                    filling.advance()
+            scaling.producer_tail(filling)
     else:
         cute.arch.setmaxregister_increase(EPILOGUE_REGISTERS)
         own = epilogue_warp(warp - WARPGROUP // 32)

@@ -84,6 +84,7 @@ class _Variant:
     offsets: Kind
     counts: bool
     tensors: tuple[Kind | None, ...]
+    scales: tuple[Kind | None, Kind | None]
 
     def compile(self) -> Compiled:
         function = launch_blackwell_gemm if _on_blackwell() else launch_grouped_gemm
@@ -97,6 +98,7 @@ class _Variant:
             self.tiling,
             self.left.fake(),
             self.right.fake(),
+            *(() if not _on_blackwell() else tuple(None if kind is None else kind.fake() for kind in self.scales)),
             self.offsets.fake(),
             Kind(torch.int32, (1,), 4).fake() if self.counts else None,
             tuple(None if kind is None else kind.fake() for kind in self.tensors),
@@ -180,8 +182,12 @@ def launch_gemm(
     counts: torch.Tensor | None,
     tensors: Sequence[tuple[torch.Tensor | None, Kind]],
     operands: Operands = BF16,
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
-    """Launch on the current stream; every argument but the tiling has been checked."""
+    """Launch on the current stream; every argument but the tiling has been checked.
+
+    scales: compact scales of the left and the right matrix, if the operands have any.
+    """
     if _on_blackwell() and tiling.rows != ROWS:
         raise ValueError(f"tiling has {tiling.rows} rows: the kernels of {current_target()} need {ROWS}")
     variant = _Variant(
@@ -194,11 +200,13 @@ def launch_gemm(
         Kind(offsets.dtype, (1,), offsets.element_size()),
         counts is not None,
         tuple(None if tensor is None else kind for tensor, kind in tensors),
+        tuple(None if each is None else Kind(torch.uint8, (1,) * each.dim(), 1) for each in scales),
     )
     device = left[0].device
     variant.compile()(
         as_argument(left[0]),
         as_argument(right[0]),
+        *((as_argument(scales[0]), as_argument(scales[1])) if _on_blackwell() else ()),
         as_argument(offsets),
         as_argument(counts),
         tuple(as_argument(tensor) for tensor, _ in tensors),

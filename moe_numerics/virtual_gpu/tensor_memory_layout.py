@@ -57,7 +57,7 @@ def tcgen05_descriptor(bits: int) -> Descriptor:
 
 
 @lru_cache(maxsize=256)
-def _layout(leading: int, stride: int, swizzle: int, rows: int, row_bytes: int, transposed: bool) -> Array:
+def _layout(leading: int, stride: int, swizzle: int, rows: int, row_bytes: int, transposed: bool, size: int) -> Array:
     width = WIDTH[swizzle]
     if not transposed:
         r = np.arange(rows)[:, None]
@@ -65,8 +65,8 @@ def _layout(leading: int, stride: int, swizzle: int, rows: int, row_bytes: int, 
         along = k // 16 * leading if swizzle == 0 else k
         flat = r // 8 * stride + r % 8 * width + along
     else:
-        k = np.arange(row_bytes // 2)[:, None]
-        mn = np.arange(0, rows * 2, 16)[None, :]
+        k = np.arange(row_bytes // size)[:, None]
+        mn = np.arange(0, rows * size, 16)[None, :]
         if swizzle == 0:
             flat = mn // 16 * stride + k // 8 * leading + k % 8 * 16
         else:
@@ -74,13 +74,14 @@ def _layout(leading: int, stride: int, swizzle: int, rows: int, row_bytes: int, 
     return flat.astype(np.int64)
 
 
-def pieces(d: Descriptor, rows: int, row_bytes: int, transposed: bool) -> Array:
+def pieces(d: Descriptor, rows: int, row_bytes: int, transposed: bool, size: int = 2) -> Array:
     """Shared addresses of the 16-byte pieces of a tile.
 
-    K-major: [rows, row_bytes / 16], `row_bytes` bytes of K for each of `rows` rows of M or N. Transposed (MN-major, 16
-    bits an element): [K, rows / 8], where `row_bytes` is 2 * K.
+    K-major: [rows, row_bytes / 16], `row_bytes` bytes of K for each of `rows` rows of M or N. Transposed (MN-major,
+    `size` bytes an element): [K, rows * size / 16], where `row_bytes` is size * K.
     """
-    return swizzled(_layout(d.leading, d.stride, d.swizzle, rows, row_bytes, transposed) + d.start, MASK[d.swizzle])
+    layout = _layout(d.leading, d.stride, d.swizzle, rows, row_bytes, transposed, size)
+    return swizzled(layout + d.start, MASK[d.swizzle])
 
 
 def check_bounds(w: Wave, addresses: Array, thread: int) -> None:
