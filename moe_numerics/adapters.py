@@ -1,4 +1,4 @@
-"""Kernels of other projects as callables for `check`: eager PyTorch, `torch.compile`, torchao on a CPU."""
+"""Kernels of other projects as callables for `check`: eager PyTorch, `torch.compile` and torchao, quack on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_numerics.checking import kernel
 
-__all__ = ["compiled_swiglu", "eager_swiglu", "torchao_mxfp8"]
+__all__ = ["compiled_swiglu", "eager_swiglu", "quack_swiglu", "torchao_mxfp8"]
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
@@ -48,3 +48,24 @@ def torchao_mxfp8(scaling: str = "FLOOR") -> Callable[..., Any]:
         return codes.view(torch.uint8), scales.view(torch.uint8).reshape(len(x), x.shape[1] // 32)
 
     return quantize
+
+
+def quack_swiglu(activation: str = "swiglu", path: str = "swiglu.fwd.bf16") -> Callable[..., Tensor]:
+    """A gated activation in the epilogue of quack's GEMM, whose weights give each column as it is.
+
+    activation: one of quack's gated ones. A product with one weight of 1 and zeros is exact for finite values, so cases
+    must hold no NaN and no Inf; what is left is the epilogue: `ex2.approx` and `rcp.approx`, `Arithmetic("fast")`.
+    Needs a GPU of compute capability 9.0 or newer. ImportError: no quack.
+    """
+    gemm_gated = importlib.import_module("quack.gemm_interface").gemm_gated
+
+    @kernel(path, inputs={"gate_up": "gate_up", "offsets": "offsets"}, outputs={"out": 0}, device="cuda")
+    def gated(gate_up: Tensor, offsets: Tensor) -> Tensor:
+        columns = gate_up.shape[1]
+        # quack takes gate and up from neighbouring columns.
+        order = torch.arange(columns, device=gate_up.device).view(2, -1).t().reshape(-1)
+        weights = torch.eye(columns, dtype=gate_up.dtype, device=gate_up.device)[order]
+        _, out = gemm_gated(gate_up, weights.t(), activation=activation, store_preact=False, tuned=False)
+        return out
+
+    return gated

@@ -6,7 +6,7 @@ can be off. Each step adds what it can add, and no more:
     conversion to a format    half the spacing of that format at the largest value in the enclosure
     activation of a bfloat16  `activation_errors`, measured over every input
     product of n factors      (1 + u)^(n - 1) of the product of the factors' ends, in any order; an intermediate
-                              product that underflows loses up to 2^-149 times the other factors
+                              product that underflows loses up to the least subnormal times the other factors
     sum of n terms            (n - 1) u / (1 - (n - 1) u) of the sum of magnitudes, in any order (Higham, Accuracy and
                               Stability of Numerical Algorithms, 2nd ed., section 4.2), atomics included
     amax                      the largest lower and the largest upper end
@@ -21,14 +21,14 @@ of float32 in some order. A NaN in an input is decided: the result is NaN. The s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moe_numerics.activation_errors import FUNCTIONS, KINDS, error_of
-from moe_numerics.reference import elementwise
+from moe_numerics.reference import elementwise, oracle
 from moe_numerics.reference.activations import UNARY_ACTIVATIONS, Activation
 from moe_numerics.reference.exact_math import float32
 from moe_numerics.reference.gated_activations import ClampedSwiglu, Gated, SituGlu, StepSwiglu
@@ -51,6 +51,8 @@ __all__ = [
 
 FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 INTERMEDIATES = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+UNDERFLOWS = {"float32": 2.0**-149, "bfloat16": 2.0**-133}
+"""The least subnormal of each type of intermediate values: no operation loses more where its result underflows."""
 
 
 class BoundError(ValueError):
@@ -79,6 +81,11 @@ class Arithmetic:
         """Relative error of one operation, its rounding to float32 and to the intermediate type."""
         return 2.0**-24 + (INTERMEDIATES["bfloat16"] * (1 + 2.0**-24) if self.intermediate == "bfloat16" else 0.0)
 
+    @property
+    def underflow(self) -> float:
+        """Absolute error of one operation whose result underflows."""
+        return UNDERFLOWS[self.intermediate]
+
 
 @dataclass(frozen=True)
 class Enclosure:
@@ -103,9 +110,9 @@ class Enclosure:
         """This enclosure where `mask` holds, exactly `other` elsewhere."""
         return Enclosure(torch.where(mask, self.value, other), torch.where(mask, self.error, 0.0), self.decided | ~mask)
 
-    def rounded(self, unit: float) -> Enclosure:
-        """After one more operation that rounds with this relative error."""
-        return Enclosure(self.value, self.error + unit * self.reach + 2.0**-149, self.decided)
+    def rounded(self, unit: float, underflow: float = UNDERFLOWS["float32"]) -> Enclosure:
+        """After one more operation that rounds with this relative error, or this absolute one where it underflows."""
+        return Enclosure(self.value, self.error + unit * self.reach + underflow, self.decided)
 
     def converted(self, mantissa_bits: int, min_exponent: int = -126) -> Enclosure:
         """After rounding to a format with the exponents of float32, to nearest; not decided where that may give Inf."""
@@ -133,7 +140,8 @@ def product(arithmetic: Arithmetic, *factors: Enclosure) -> Enclosure:
         value, reach = value * factor.value, reach * factor.reach
         wide, decided = wide * factor.reach.clamp(min=1.0), decided & factor.decided
     operations = len(factors) - 1
-    error = (reach - value.abs()) + ((1 + arithmetic.unit) ** operations - 1) * reach + operations * 2.0**-149 * wide
+    error = (reach - value.abs()) + ((1 + arithmetic.unit) ** operations - 1) * reach
+    error = error + operations * arithmetic.underflow * wide
     nan = torch.isnan(value)
     return Enclosure(value, torch.where(nan, 0.0, error), (decided & (wide < FLOAT32_MAX)) | (nan & decided))
 
@@ -195,8 +203,34 @@ def _name(activation: Activation) -> str:
     raise BoundError(f"{activation!r} has parameters whose errors are not measured")
 
 
+_SEVERAL_OPERATORS = ("qgelu", "tanh_srelu", "situ_gate", "situ_up")
+"""Functions that PyTorch code computes by several operators: bfloat16 intermediate values are rounded inside."""
+
+
+def _monotone(function: Callable[[Tensor], Tensor], x: Enclosure, added: Tensor) -> Enclosure:
+    """An increasing function of what is enclosed, whose own error is `added`."""
+    value = function(x.value)
+    away = torch.maximum(function(x.value + x.error) - value, value - function(x.value - x.error))
+    return Enclosure(value, away + added, x.decided)
+
+
+def _quick_gelu_by_operators(x: Tensor, arithmetic: Arithmetic) -> Enclosure:
+    """x * sigmoid(alpha * x), each operator's result rounded to bfloat16: so the table's error of sigmoid applies."""
+    alpha = Enclosure.exact(torch.full_like(x, QuickGelu().alpha))
+    argument = product(arithmetic, Enclosure.exact(x), alpha)
+    measured = error_of("sigmoid", arithmetic.functions)
+    largest_value = oracle.sigmoid(argument.value + argument.error)
+    added = measured.bound(largest_value, torch.ones_like(largest_value))
+    sigmoid = _monotone(oracle.sigmoid, argument, added).rounded(arithmetic.unit - 2.0**-24, arithmetic.underflow)
+    return product(arithmetic, Enclosure.exact(x), sigmoid)
+
+
 def _apply(name: str, x: Tensor, arithmetic: Arithmetic) -> Enclosure:
     """A measured function of bfloat16 values, each a float32 or rounded to the intermediate type."""
+    if arithmetic.intermediate == "bfloat16" and name.rstrip("'") in _SEVERAL_OPERATORS:
+        if name == "qgelu":
+            return _quick_gelu_by_operators(x, arithmetic)
+        raise BoundError(f"no bound of {name} is derived where the results of its operators are rounded to bfloat16")
     try:
         measured = error_of(name, arithmetic.functions)
     except KeyError:
@@ -208,7 +242,11 @@ def _apply(name: str, x: Tensor, arithmetic: Arithmetic) -> Enclosure:
     value = function.oracle(wide)
     error = torch.where(torch.isfinite(value), measured.bound(value, function.weight(wide)), 0.0)
     result = Enclosure(value, error, ~torch.isinf(wide) & ~torch.isinf(value))
-    return result.rounded(arithmetic.unit - 2.0**-24) if arithmetic.intermediate == "bfloat16" else result
+    return (
+        result.rounded(arithmetic.unit - 2.0**-24, arithmetic.underflow)
+        if arithmetic.intermediate == "bfloat16"
+        else result
+    )
 
 
 def _has(name: str, kind: str) -> bool:
