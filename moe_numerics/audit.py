@@ -226,10 +226,13 @@ def _modules_of_path(target: str, arch: str, profile: str) -> list[str]:
     from moe_numerics.paths import find_path
 
     path = find_path(target)
-    contract = path.contract(profile)
+    contract = path.contract(profile, arch)
+    lacking = path.lacking(arch)
+    if lacking:
+        raise AuditError(f"{target} has {lacking}")
     hidden = -(-64 // path.multiple) * path.multiple
     prob = any(spec.kind == "prob" for spec in path.inputs)
-    case = Case(path.id, (3,), hidden, profile=profile, padded=True, prob=prob, layout=path.layouts[0])
+    case = Case(path.id, (3,), hidden, profile, path.depth_multiple, padded=True, prob=prob, layout=path.layouts[0])
     with VirtualDevice(arch).activate(), compilation.recording() as compiled:
         shapes = path.operation.shapes(case)
         outputs = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path as FilePath
 
 from moe_numerics import values
-from moe_numerics.cases import Case, gauntlet_case
+from moe_numerics.cases import Case, Values, gauntlet_case
 from moe_numerics.devices import Device, DeviceError, DeviceLost, open_device
 from moe_numerics.drawing import Space, draw_cases
 from moe_numerics.findings import Finding, merge
@@ -29,7 +29,7 @@ from moe_numerics.operations import ActivationThenNvfp4, Nvfp4Copies
 from moe_numerics.paths import Path, find_path
 from moe_numerics.reference.contract import Contract
 from moe_numerics.report import write_reports
-from moe_numerics.report.model import Environment, Kernel, PathResult, Report
+from moe_numerics.report.model import Environment, Kernel, PathResult, Report, Status
 from moe_numerics.running import CaseResult, run_case
 from moe_numerics.shrinking import shrink
 from moe_numerics.token_counts import SeededSource, one_of
@@ -38,6 +38,15 @@ __all__ = ["Plan", "Task", "campaign_cases", "default_examples", "run_task", "ve
 
 GROUP = 5
 """Cases that share one compilation."""
+
+VARIANTS = 4
+"""Compilations of each path, as far as its groups of cases ask for more."""
+
+PRODUCT_EXPERTS = 4
+"""Experts of the ordinary case of a path with a matrix product: each costs a whole tile."""
+
+NARROW = 64
+"""Hidden size up to which every result of a matrix product is one tile of 128 columns wide, gate and up together."""
 
 CUDA_PROCESSES = 12
 """Processes that share a CUDA device: compiling takes longer than running."""
@@ -107,7 +116,7 @@ def campaign_cases(path: Path, profile: str, examples: int, seed: int) -> Iterat
     `examples` does not count.
     """
     for group in range(-(-examples // GROUP)):
-        source = SeededSource(values.key("variant", path.id, seed, group))
+        source = SeededSource(values.key("variant", path.id, seed, group % VARIANTS))
         space = _variant(path.space(profile), source)
         wanted = min(GROUP, examples - group * GROUP)
         if group == 0:
@@ -130,7 +139,8 @@ def _gauntlet(path: Path, space: Space, columns: int) -> Case:
         path.id,
         space.profile,
         inputs=path.inputs,
-        hidden=-(-columns // space.multiple) * space.multiple,
+        hidden=min(space.max_hidden, -(-columns // space.multiple) * space.multiple),
+        depth=3 * space.depth_multiple,
         alignment=space.alignments[0],
         padded=space.paddings[0],
         layout=space.layouts[0],
@@ -147,14 +157,22 @@ def _ordinary_case(space: Space, seed: int) -> Case:
     plain = replace(
         space,
         kinds=("gaussian",),
+        factor_kinds=("gaussian",),
         allow_specials=False,
         shapes=("balanced", "router"),
-        max_experts=16,
-        max_elements=20_000,
+        max_experts=PRODUCT_EXPERTS if space.depth_multiple else 16,
+        max_elements=min(space.max_elements, 20_000),
+        big_elements=min(space.max_elements, 20_000),
     )
-    drawn = draw_cases(8, values.key("ordinary", seed), replace(plain, big_elements=20_000))
+    drawn = draw_cases(8, values.key("ordinary", seed), plain)
     chosen = max(drawn, key=lambda case: sum(count > 0 for count in case.counts))
-    values_of = {name: replace(item, exponent=0, window=None, edits=()) for name, item in chosen.values.items()}
+    # A tensor whose window was small was drawn as a plain one with edits: here it is normal values too.
+    values_of = {
+        name: replace(item, exponent=0, window=None, edits=())
+        if item.kind != "plain"
+        else Values("gaussian", chosen.seed)
+        for name, item in chosen.values.items()
+    }
     return chosen.replace(values=values_of)
 
 
@@ -162,8 +180,13 @@ def _variant(space: Space, source: SeededSource) -> Space:
     """The space with one choice of everything that a kernel is compiled for."""
     dense = bool(source.integer(0, 2) == 0)
     layout = one_of(source, space.layouts)
+    widest = space.max_hidden
+    if space.depth_multiple:
+        # Kernels have tiles of 128 or 256 columns: two compilations serve all widths, one the narrow ones.
+        widest = one_of(source, (NARROW, NARROW, widest))
     return replace(
         space,
+        max_hidden=widest,
         paddings=(one_of(source, (True, False)),),
         probs=(one_of(source, (True, True, False)),),
         layouts=(layout,),
@@ -177,11 +200,11 @@ def run_task(task: Task) -> TaskResult:
     """Run one task in this process."""
     started = time.monotonic()
     path = find_path(task.path)
-    contract = path.contract(task.profile)
+    maths = path.contract(task.profile).maths
 
-    def unfinished(reason: str, evidence: str = "", lost: bool = False) -> TaskResult:
+    def unfinished(reason: str, evidence: str = "", lost: bool = False, status: Status = "error") -> TaskResult:
         result = PathResult(
-            path.id, task.device, task.profile, contract.maths, "error", reason, evidence=evidence,
+            path.id, task.device, task.profile, maths, status, reason, evidence=evidence,
             seconds=time.monotonic() - started,
         )  # fmt: skip
         return TaskResult(result, lost=lost)
@@ -190,6 +213,10 @@ def run_task(task: Task) -> TaskResult:
         device = open_device(task.device, task.schedule)
     except DeviceError as error:
         return unfinished(str(error))
+    lacking = path.lacking(device.target)
+    if lacking:
+        return unfinished(lacking, device.evidence, status="skipped")
+    contract = path.contract(task.profile, device.target)
     results: list[CaseResult] = []
     try:
         with device.activate():
@@ -205,7 +232,7 @@ def run_task(task: Task) -> TaskResult:
         # Whatever a kernel's host code, the compiler or a reference raises ends this path, not the run.
         return unfinished(f"{type(error).__name__}: {error}", device.evidence)
     seconds = time.monotonic() - started
-    return _summarise(path, task, contract.maths, device.evidence, results, smallest, seconds)
+    return _summarise(path, task, maths, device.evidence, results, smallest, seconds)
 
 
 def _shrunk(path: Path, case: Case, contract: Contract, device: Device) -> Case:
@@ -223,7 +250,14 @@ def _shrunk(path: Path, case: Case, contract: Contract, device: Device) -> Case:
             # A case that the path cannot run is no smaller form of one that it runs and gets wrong.
             return False
 
-    return shrink(case, path.inputs, fails, multiple=path.multiple, attempts=SHRINK_ATTEMPTS)
+    return shrink(
+        case,
+        path.inputs,
+        fails,
+        multiple=path.multiple,
+        depth_multiple=path.depth_multiple,
+        attempts=SHRINK_ATTEMPTS,
+    )
 
 
 def case_file(case: Case) -> str:

@@ -445,6 +445,8 @@ class Case:
 
 
 GAUNTLET_COUNTS = (0, 1, 15, 16, 17, 0, 31, 32, 33, 63, 65, 127, 129, 0, 2, 1)
+PRODUCT_COUNTS = (0, 1, 33, 0, 129, 16, 65)
+"""Of a path with a matrix product, which costs a whole tile for every expert."""
 
 
 def gauntlet_case(
@@ -463,10 +465,11 @@ def gauntlet_case(
 ) -> Case:
     """The fixed case with all of it at once: ties, specials, range ends, empty experts and awkward counts.
 
-    About 600 rows at alignment 1, the last ones unowned. With `padded`, experts of fewer than 5 tokens, empty
-    ones included, own a region of 5 rows, so that regions start at odd rows. prob: given if an input is one.
+    About 600 rows at alignment 1, with a depth 300, the last ones unowned. With `padded`, experts of fewer than 5
+    tokens, empty ones included, own a region of 5 rows, so that regions start at odd rows. prob: given if an input is
+    one.
     """
-    counts: tuple[int, ...] = GAUNTLET_COUNTS
+    counts: tuple[int, ...] = PRODUCT_COUNTS if depth else GAUNTLET_COUNTS
     if not padded:
         counts = tuple(-(-count // alignment) * alignment for count in counts)
     return Case(

@@ -60,7 +60,10 @@ def _refuse(message: str) -> NoReturn:
 @app.command()
 def verify(
     device: DeviceOption = None,
-    paths: Annotated[str, typer.Option(help="Shell pattern on path ids.")] = "*",
+    paths: Annotated[
+        str | None,
+        typer.Option(help="Shell pattern on path ids; default all, on virtual GPUs but the extended ones."),
+    ] = None,
     profile: Annotated[str, typer.Option(help="Contract to verify against.")] = "suite",
     examples: Annotated[
         int | None,
@@ -79,14 +82,16 @@ def verify(
     devices = tuple(dict.fromkeys(device or default_devices()))
     for name in devices:
         open_device(name)
-    matching = match_paths(paths)
+    matching = match_paths(paths or "*")
     for path in matching:
-        if paths == "*" and profile != "suite":
+        if paths in (None, "*") and profile != "suite":
             continue
         path.contract(profile)
-    chosen = [path for path in matching if _offers(path, profile)]
+    brief = paths is None and all(name.startswith("virtual:") for name in devices)
+    offering = [path for path in matching if _offers(path, profile)]
+    chosen = [path for path in offering if not (brief and path.extended)]
     if not chosen:
-        raise PathError(f"profile {profile!r} is offered by no path that matches {paths!r}")
+        raise PathError(f"profile {profile!r} is offered by no path that matches {paths or '*'!r}")
     if out.exists() and not out.is_dir():
         _refuse(f"--out {out} is a file: expected a folder")
     tasks = len(chosen) * len(devices)
@@ -103,6 +108,8 @@ def verify(
         f"{len(chosen)} paths on {', '.join(devices)}, {plan.examples} cases each, seed {seed}, "
         f"{plan.workers} processes"
     )
+    if len(offering) > len(chosen):
+        _console.print(f"{len(offering) - len(chosen)} extended paths are left out: --paths '*' has them")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=_console, transient=True) as bar:
         running = bar.add_task("verifying", total=tasks)
@@ -167,17 +174,20 @@ def list_paths(
                 ],
                 "layouts": list(path.layouts),
                 "profiles": dict(path.profiles),
-                "devices": list(DEVICES),
+                "devices": list(path.devices),
+                "extended": path.extended,
             }
             for path in all_paths()
         ]
         print(json.dumps(entries, indent=1))
         return
     table = Table(box=None, header_style="bold")
-    for name in ("path", "what it is", "profiles"):
+    for name in ("path", "what it is", "profiles", "devices"):
         table.add_column(name)
     for path in all_paths():
-        table.add_row(path.id, path.summary, ", ".join(f"{name} ({grade})" for name, grade in path.profiles.items()))
+        profiles = ", ".join(f"{name} ({grade})" for name, grade in path.profiles.items())
+        devices = "all" if path.devices == DEVICES else ", ".join(path.devices)
+        table.add_row(path.id, path.summary, profiles, devices + ", extended" * path.extended)
     _console.print(table)
     _console.print(f"{len(all_paths())} paths. Devices: {', '.join(DEVICES)}.\n\nProfiles:")
     for known in PROFILES.values():
@@ -202,9 +212,14 @@ def run(
 
     case = Case.load(case_file)
     path = find_path(case.path)
-    contract = path.contract(case.profile)
+    path.contract(case.profile)
     case.tensors(path.inputs)
     opened = open_device(device or default_devices()[0])
+    contract = path.contract(case.profile, opened.target)
+    lacking = path.lacking(opened.target)
+    if lacking:
+        print(f"moe-numerics: could not run: {path.id} has {lacking}", file=sys.stderr)
+        raise SystemExit(3)
     _console.print(f"{path.id} on {opened.name}, profile {case.profile}\n{case.describe()}", markup=False)
     try:
         with opened.activate():

@@ -62,10 +62,11 @@ class Outcome:
 
 
 class Device(Protocol):
-    """Runs cases of paths."""
+    """Runs cases of paths. target: what kernels are compiled for, such as `sm_90a`."""
 
     name: str
     evidence: str
+    target: str
 
     def activate(self) -> AbstractContextManager[None]:
         """Kernels compile for and launch on this device inside the context."""
@@ -185,6 +186,7 @@ class CudaDevice:
                 f"{name} is {torch.cuda.get_device_name(index)}, compute capability "
                 f"{self.capability[0]}.{self.capability[1]}: the fused kernels need 9.0 or newer"
             )
+        self.target = "sm_{}{}a".format(*self.capability)
 
     @contextlib.contextmanager
     def activate(self) -> Iterator[None]:

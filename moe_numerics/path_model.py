@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from moe_numerics.accumulators import architecture, on_target
 from moe_numerics.cases import Case, TensorSpec
 from moe_numerics.contract import ALIASES, PROFILES, profile
 from moe_numerics.drawing import Space
@@ -16,9 +18,23 @@ from moe_numerics.reference import mxfp8, nvfp4
 from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.ragged import Experts
 
-__all__ = ["DEVICES", "OutputSpec", "Path", "PathError"]
+__all__ = ["DEVICES", "TARGETS", "OutputSpec", "Path", "PathError"]
 
-DEVICES = ("virtual:sm_90a", "virtual:sm_100a", "cuda")
+TARGETS = ("sm_90a", "sm_100a")
+"""Targets that kernels are compiled for: what a path has unless it says less."""
+
+DEVICES = (*(f"virtual:{target}" for target in TARGETS), "cuda")
+
+
+_PRODUCT_SPACE: dict[str, Any] = {
+    "max_experts": 8,
+    "max_rows": 512,
+    "max_hidden": 256,
+    "max_depth": 256,
+    "max_elements": 6_000,
+    "big_elements": 30_000,
+}
+"""What keeps a case on a virtual GPU below a second: a matrix product costs rows times hidden times depth."""
 
 
 class PathError(ValueError):
@@ -78,7 +94,10 @@ class Path:
     """One thing that is verified.
 
     profiles: name -> the grade that its contract is offered at. layouts: those of gate and up that the path takes.
-    multiple: what hidden sizes are multiples of.
+    multiple: what hidden sizes are multiples of. operands: what its matrix product multiplies, a key of
+    `accumulators.ACCUMULATORS`, None without one; depth_multiple: what the size that it sums is a multiple of, else 0.
+    targets: those that its kernels are compiled for. extended: whether a run of everything on virtual GPUs leaves it
+    out, because others have the same parts and it takes seconds to compile.
     """
 
     id: str
@@ -89,6 +108,22 @@ class Path:
     operation: Operation
     layouts: tuple[str, ...] = ("halves",)
     multiple: int = 32
+    operands: str | None = None
+    depth_multiple: int = 0
+    targets: tuple[str, ...] = TARGETS
+    extended: bool = False
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the devices that run it: `cuda` stands for a GPU of one of its targets."""
+        return (*(f"virtual:{target}" for target in self.targets), "cuda")
+
+    def lacking(self, target: str) -> str:
+        """Why it has no kernel for a target, in words; empty where it has one."""
+        if self.operands is None:
+            return ""
+        known = {architecture(each) for each in self.targets}
+        return "" if architecture(target) in known else f"no kernel for {target}: it has {', '.join(self.targets)}"
 
     def output(self, name: str) -> OutputSpec:
         """The output of this name. PathError: there is none."""
@@ -98,14 +133,17 @@ class Path:
         known = ", ".join(spec.name for spec in self.outputs)
         raise PathError(f"{self.id} has no output {name!r}: expected one of {known}")
 
-    def contract(self, name: str) -> Contract:
-        """The contract of a profile of this path. PathError: a profile that the path does not offer."""
+    def contract(self, name: str, target: str = "sm_90a") -> Contract:
+        """The contract of a profile of this path, with the target's accumulator where it has a matrix product.
+
+        PathError: a profile that the path does not offer.
+        """
         full = ALIASES.get(name, name)
         if full not in PROFILES:
             raise PathError(f"profile {name!r} is unknown: expected one of {', '.join((*ALIASES, *PROFILES))}")
         if full not in self.profiles:
             raise PathError(f"{self.id} is not offered under profile {name!r}: it has {', '.join(self.profiles)}")
-        return profile(full)
+        return on_target(profile(full), target, self.operands)
 
     def outputs_of(self, case: Case) -> tuple[OutputSpec, ...]:
         """The outputs that this case has: dprob only where it has probabilities."""
@@ -118,4 +156,7 @@ class Path:
 
     def space(self, profile: str) -> Space:
         """The cases that are drawn for this path."""
-        return Space(self.id, self.inputs, profile=profile, layouts=self.layouts, multiple=self.multiple)
+        space = Space(self.id, self.inputs, profile=profile, layouts=self.layouts, multiple=self.multiple)
+        if not self.depth_multiple:
+            return space
+        return replace(space, depth_multiple=self.depth_multiple, **_PRODUCT_SPACE)

@@ -11,6 +11,7 @@ from functools import cache
 from moe_numerics.cases import TensorSpec
 from moe_numerics.contract import PROFILES
 from moe_numerics.findings import Grade
+from moe_numerics.gemm_paths import gemm_paths
 from moe_numerics.operations import (
     ActivationBackward,
     ActivationForward,
@@ -277,7 +278,7 @@ def all_paths() -> tuple[Path, ...]:
                 multiple=nvfp4.BLOCK,
             )
         )
-    return tuple(paths)
+    return (*paths, *gemm_paths())
 
 
 def find_path(path_id: str) -> Path:

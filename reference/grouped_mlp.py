@@ -1,10 +1,11 @@
 """The grouped MLP of a mixture of experts, forward and backward, as its fused launches compute it.
 
-    fc1            value = x_e @ W1_e^T (+ bias);  preactivation = bf16(value);  activation(value) * prob
-    fc2            out = bf16(activation_e @ W2_e^T)
-    fc2_backward   dactivation = grad_e @ W2_e;  its activation backward at the preactivation: dpreactivation
-    fc1_dgrad      dx = bf16(dpreactivation_e @ W1_e)
-    wgrads         dW2_e = grad_e^T @ activation_e;  dW1_e = dpreactivation_e^T @ x_e
+    matmul_quantize  (x_e @ W_e^T (+ bias)) * prob, quantised
+    fc1              value = x_e @ W1_e^T (+ bias);  preactivation = bf16(value);  activation(value) * prob
+    fc2              out = bf16(activation_e @ W2_e^T)
+    fc2_backward     dactivation = grad_e @ W2_e;  its activation backward at the preactivation: dpreactivation
+    fc1_dgrad        dx = bf16(dpreactivation_e @ W1_e)
+    wgrads           dW2_e = grad_e^T @ activation_e;  dW1_e = dpreactivation_e^T @ x_e
 
 An epilogue takes the float32 value of its accumulator ("accumulator"), or that value rounded to bfloat16, as it would
 be read back by a launch of its own ("bfloat16"). The backward reads the stored preactivation, which is bfloat16 in
@@ -94,6 +95,35 @@ def fc1(
     results = {"preactivation": stored, **write_values(activated, experts, element, contract)}
     if rotated_amax:
         results["amax_rotated"] = _rotated_amax(activated, experts, contract)
+    return results
+
+
+def matmul_quantize(
+    x: Tensor | Quantized,
+    weights: Weights,
+    offsets: Tensor,
+    counts: Tensor | None = None,
+    prob: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    alpha: Tensor | float | None = None,
+    element: FloatFormat | None = None,
+    rotated_amax: bool = False,
+    alignment: int = 1,
+    contract: Contract = SUITE,
+) -> dict[str, Tensor]:
+    """Gives the linear layer of `grouped_matmul` as of `elementwise.write_values`, for every valid row.
+
+    Arguments as for `fc1`; weights [experts, N, K]. Results: `out` bfloat16 [capacity, N] or, with `element`, MXFP8
+    codes and scales both ways; `amax`, and `amax_rotated` with rotated_amax. ValueError: see `grouped_matmul`.
+    """
+    experts = Experts.from_offsets(offsets, counts, _capacity(x), alignment)
+    values = grouped_matmul(
+        x, weights, accumulator=contract.accumulator, alpha=alpha, bias=bias, prob=prob, **_rows_of(experts)
+    )
+    results = write_values(values, experts, element, contract)
+    if rotated_amax:
+        results["amax_rotated"] = _rotated_amax(values, experts, contract)
     return results
 
 
