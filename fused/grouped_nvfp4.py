@@ -15,7 +15,7 @@ import cutlass.cute as cute
 import cutlass.cute.runtime as runtime
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
-from moe_numerics.fused import transpose
+from moe_numerics.fused import rowwise, transpose
 from moe_numerics.fused.compilation import Compiled, compile_function
 from moe_numerics.fused.elementwise import check_ragged, fake, fake_swizzled, required_alignment, zero_amax
 from moe_numerics.fused.hadamard import Rotation
@@ -53,15 +53,14 @@ def _launch(
 ) -> None:
     rows, hidden = x.shape
     experts = offsets.shape[0] - 1
-    block = [transpose.THREADS, 1, 1]
-    narrow = slot_grid((hidden + transpose.COLUMNS - 1) // transpose.COLUMNS, rows, experts, transpose.ROWS)
-    wide = slot_grid(
-        (hidden + transpose.LINE_COLUMNS - 1) // transpose.LINE_COLUMNS, rows, experts, transpose.LINE_ROWS
-    )
+    along = [rowwise.THREADS, 1, 1]
+    across = [transpose.THREADS, 1, 1]
+    wide = slot_grid((hidden + rowwise.COLUMNS - 1) // rowwise.COLUMNS, rows, experts, rowwise.ROWS)
+    tall = slot_grid((hidden + transpose.COLUMNS - 1) // transpose.COLUMNS, rows, experts, transpose.ROWS)
     if cutlass.const_expr(measure and quantizer.row_scaled):
-        lines = slot_grid(Int32(1), rows, experts, transpose.LINE_ROWS)
-        transpose.row_amax_kernel(quantizer, hidden, x, offsets, counts, amax_rowwise).launch(
-            grid=lines, block=block, stream=stream
+        lines = slot_grid(Int32(1), rows, experts, rowwise.ROWS)
+        rowwise.row_amax_kernel(quantizer, hidden, x, offsets, counts, amax_rowwise).launch(
+            grid=lines, block=along, stream=stream
         )
     elif cutlass.const_expr(measure):
         if cutlass.const_expr(amax_rowwise is not None):
@@ -74,14 +73,14 @@ def _launch(
         elif cutlass.const_expr(amax_rowwise is None):
             plain = amax_colwise
         transpose.amax_kernel(quantizer, rotation, hidden, x, offsets, counts, plain, rotated).launch(
-            grid=narrow, block=block, stream=stream
+            grid=tall, block=across, stream=stream
         )
     if cutlass.const_expr(swizzled):
         for scales in (scales_rowwise, scales_colwise):
             if cutlass.const_expr(scales is not None):
                 fill_scales(scale_padding, scales, stream)
     if cutlass.const_expr(codes_rowwise is not None):
-        transpose.rowwise_kernel(
+        rowwise.rowwise_kernel(
             quantizer,
             block2d,
             swizzled,
@@ -94,13 +93,13 @@ def _launch(
             amax_rowwise,
             codes_rowwise,
             scales_rowwise,
-        ).launch(grid=wide, block=block, stream=stream)
+        ).launch(grid=wide, block=along, stream=stream)
     if cutlass.const_expr(codes_colwise is not None):
         source = amax_colwise
         if cutlass.const_expr(measure and rotation is None and amax_rowwise is not None):
             # Both copies are of the same values: one amax serves both, and is written to both results.
             source = amax_rowwise
-            copy_kernel(amax_rowwise, amax_colwise).launch(grid=[1, 1, 1], block=block, stream=stream)
+            copy_kernel(amax_rowwise, amax_colwise).launch(grid=[1, 1, 1], block=across, stream=stream)
         transpose.colwise_kernel(
             quantizer,
             rotation,
@@ -116,7 +115,7 @@ def _launch(
             source,
             codes_colwise,
             scales_colwise,
-        ).launch(grid=narrow, block=block, stream=stream)
+        ).launch(grid=tall, block=across, stream=stream)
 
 
 @cute.kernel

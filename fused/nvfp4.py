@@ -1,31 +1,31 @@
 """NVFP4 quantisation in registers: the global scale, the E4M3 scale of a block, and E2M1 codes.
 
-Mirrors `moe_numerics.reference.nvfp4`. Divisions are true divisions. Codes are integer arithmetic, since sm_90 has no
-conversion to E2M1.
+Mirrors `moe_numerics.reference.nvfp4`. Divisions are true divisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import cutlass.cute as cute
-from cutlass import Boolean, Float8E4M3FN, Float32, Uint16, Uint32
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Uint16, Uint32
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import T
+from moe_numerics.fused import e2m1
 from moe_numerics.fused.exact_math import absolute, maximum
-from moe_numerics.fused.memory import pure_ptx, select
+from moe_numerics.fused.memory import pure_ptx, select, unpack_bf16
+from moe_numerics.fused.philox import philox, unpack_bits
 from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.formats import E2M1, E4M3
 from moe_numerics.reference.grouped_nvfp4 import Recipe
 from moe_numerics.reference.nvfp4 import BLOCK, FLT_MAX
 
-__all__ = ["BLOCK", "GlobalScale", "Nvfp4"]
+__all__ = ["BLOCK", "SCALE_CODES", "GlobalScale", "Nvfp4", "random_block"]
 
-# 1.5 * 2^22: floats near it have a spacing of 1/2, the smallest step of E2M1.
-_HALVES = 6291456.0
-_HALVES_BITS = 0x4AC00000
+SCALE_CODES = 128
+"""E4M3 codes without sign."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,14 @@ class Nvfp4:
             largest = self.magnitude_max(largest, value)
         return largest
 
+    def largest_packed(self, words: Sequence[Uint32]) -> Float32:
+        """Largest magnitude of bfloat16 values, two to a word."""
+        instruction = f"max{'.NaN' if self.propagate_nan else ''}.xorsign.abs.bf16x2 $0, $1, $2;"
+        largest = words[0]
+        for word in words[1:]:
+            largest = pure_ptx(instruction, "=r,r,r", largest, word)
+        return self.largest(unpack_bf16([largest]))
+
     def _at_most(self, value: Float32) -> Float32:
         return cute.arch.fmin(value, Float32(FLT_MAX), nan=self.propagate_nan)
 
@@ -127,43 +135,69 @@ class Nvfp4:
         self, values: Sequence[Float32], multiplier: Float32, random_bits: Sequence[Uint32] | None = None
     ) -> list[Uint32]:
         """E2M1 codes of value * multiplier, eight to a 32-bit word, first value in the lowest nibble."""
+        scaled = [value * multiplier for value in values]
+        if random_bits is None:
+            return [e2m1.encode_word(scaled[start : start + e2m1.WORD]) for start in range(0, len(scaled), e2m1.WORD)]
+        assert self.stochastic_bits is not None
         words = []
-        for start in range(0, len(values), 8):
+        for start in range(0, len(scaled), e2m1.WORD):
             word = Uint32(0)
-            for place in range(8):
-                scaled = values[start + place] * multiplier
-                if random_bits is None:
-                    code = encode_e2m1(scaled)
-                else:
-                    assert self.stochastic_bits is not None
-                    code = encode_e2m1_stochastic(scaled, random_bits[start + place], self.stochastic_bits)
-                word = word | (code << (4 * place))
+            for place in range(e2m1.WORD):
+                bits = random_bits[start + place]
+                word = word | (e2m1.encode_stochastic(scaled[start + place], bits, self.stochastic_bits) << (4 * place))
             words.append(word)
         return words
 
-    def four_or_six(self, values: Sequence[Float32], amax: Float32, scale: GlobalScale) -> tuple[Uint32, list[Uint32]]:
+    def quantize(
+        self,
+        values: Sequence[Float32],
+        amax: Float32,
+        scale: GlobalScale,
+        multiplier: Callable[[Uint32], Float32],
+        random_bits: Sequence[Uint32] | None = None,
+    ) -> tuple[Uint32, list[Uint32]]:
+        """Scale code and E2M1 codes of a block of largest magnitude `amax`.
+
+        multiplier: the multiplier of a scale code under this global scale; random_bits: of the block's elements.
+        """
+        if self.four_over_six is not None:
+            return self._four_or_six(values, amax, scale, multiplier)
+        code = self.scale_code(amax, scale)
+        return code, self.encode(values, multiplier(code), random_bits)
+
+    def _four_or_six(
+        self,
+        values: Sequence[Float32],
+        amax: Float32,
+        scale: GlobalScale,
+        multiplier: Callable[[Uint32], Float32],
+    ) -> tuple[Uint32, list[Uint32]]:
         """Scale code and E2M1 codes of a block under the one of two scales that gives the smaller error.
 
         The first puts the block's amax on 6, the second, 1.5 times as large, on 4; the first where errors are equal.
         """
         base = (amax / Float32(6.0)) * scale.encode
-        six, words_six, error_six = self._tried(values, base, scale)
-        four, words_four, error_four = self._tried(values, base * Float32(1.5), scale)
+        six, words_six, error_six = self._tried(values, base, scale, multiplier)
+        four, words_four, error_four = self._tried(values, base * Float32(1.5), scale, multiplier)
         better: Boolean = error_four < error_six
         words = [select(better, own, other) for own, other in zip(words_four, words_six, strict=True)]
         return select(better, four, six), words
 
     def _tried(
-        self, values: Sequence[Float32], block_scale: Float32, scale: GlobalScale
+        self,
+        values: Sequence[Float32],
+        block_scale: Float32,
+        scale: GlobalScale,
+        multiplier: Callable[[Uint32], Float32],
     ) -> tuple[Uint32, list[Uint32], Float32]:
         """Scale code, E2M1 codes and error of a block under a block scale."""
         code = encode_e4m3(block_scale)
-        words = self.encode(values, self.multiplier(code, scale))
+        words = self.encode(values, multiplier(code))
         block = decode_e4m3(code)
         largest = Float32(E2M1.max_value * self.scale_max)
         error = None
         for place, value in enumerate(values):
-            decoded = decode_e2m1(words[place // 8] >> (4 * (place % 8)))
+            decoded = e2m1.decode(words[place // 8] >> (4 * (place % 8)))
             away = ((decoded * block) * scale.amax) / largest - value
             each = absolute(away) if self.four_over_six == "mae" else away * away
             error = each if error is None else error + each
@@ -184,13 +218,6 @@ def encode_e4m3(value: Float32) -> Uint32:
     return Uint16(codes).to(Uint32)
 
 
-def decode_e2m1(code: Uint32) -> Float32:
-    """Value of an E2M1 code in the low four bits of a word, whose other bits may hold anything."""
-    # As the upper bits of a float32 the magnitude is the value times 2^-126, subnormal for code 1.
-    magnitude = ((code & Uint32(7)) << 22).bitcast(Float32) * Float32(2.0**126)
-    return (magnitude.bitcast(Uint32) | ((code & Uint32(8)) << 28)).bitcast(Float32)
-
-
 def decode_e4m3(code: Uint32) -> Float32:
     """Value of an E4M3 code without sign; 0x7F is NaN."""
     normal = ((code << 20) + Uint32((127 - E4M3.bias) << 23)).bitcast(Float32)
@@ -199,36 +226,19 @@ def decode_e4m3(code: Uint32) -> Float32:
     return select(code == Uint32(0x7F), Uint32(0x7FFFFFFF), value.bitcast(Uint32)).bitcast(Float32)
 
 
-def _sign(bits: Uint32) -> Uint32:
-    return (bits >> 28) & Uint32(8)
-
-
-def _magnitude(value: Float32) -> Float32:
-    """min(|value|, 6), 6 for NaN."""
-    return cute.arch.fmin(absolute(value), Float32(E2M1.max_value))
-
-
-def encode_e2m1(value: Float32) -> Uint32:
-    """E2M1 code to nearest even, saturating; NaN gives 7, as its sign is that of a computed NaN, +."""
-    magnitude = _magnitude(value)
-    # Below 1 every step is 1/2; from 1 on the code is the exponent and one bit of the mantissa.
-    low = (magnitude + Float32(_HALVES)).bitcast(Uint32) - Uint32(_HALVES_BITS)
-    bits = magnitude.bitcast(Uint32)
-    high = ((bits + Uint32(0x1FFFFF) + ((bits >> 22) & Uint32(1))) >> 22) - Uint32(2 * 127 - 2)
-    below: Boolean = magnitude < Float32(1.0)
-    return select(below, low, high) | _sign(value.bitcast(Uint32))
-
-
-def encode_e2m1_stochastic(value: Float32, random_bits: Uint32, width: int) -> Uint32:
-    """E2M1 code rounded up where floor(fraction of a step * 2^width) + random bits reach 2^width; saturating."""
-    magnitude = _magnitude(value)
-    two: Boolean = magnitude >= Float32(2.0)
-    four: Boolean = magnitude >= Float32(4.0)
-    steps = magnitude * select(four, Float32(0.5), select(two, Float32(1.0), Float32(2.0)))
-    whole = pure_ptx("cvt.rzi.u32.f32 $0, $1;", "=r,f", steps)
-    fraction = steps - whole.to(Float32)
-    threshold = pure_ptx("cvt.rzi.u32.f32 $0, $1;", "=r,f", fraction * Float32(2.0**width))
-    total = threshold + random_bits
-    carry = select(total < threshold, Uint32(1), Uint32(0)) if width == 32 else (total >> width)
-    offset = select(four, Uint32(4), select(two, Uint32(2), Uint32(0)))
-    return (whole + carry + offset) | _sign(value.bitcast(Uint32))
+def random_block(
+    stream: int, seed: cute.Tensor, expert: Int32, along: Int32, across: Int32, width: int
+) -> list[Uint32]:
+    """Random bits of 16 neighbours from position `along` on, a multiple of 16, at position `across`."""
+    calls = BLOCK * width // 128
+    key = Uint32(seed[0]), Uint32(seed[1])
+    numbers: list[Uint32] = []
+    for call in range(calls):
+        counter = (
+            (along // (128 // width) + call).to(Uint32),
+            across.to(Uint32),
+            expert.to(Uint32) + Uint32(stream << 16),
+            Uint32(0),
+        )
+        numbers += unpack_bits(philox(counter, key), width)
+    return numbers

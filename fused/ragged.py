@@ -8,7 +8,7 @@ Slots that belong to no rows do nothing.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
-from moe_numerics.fused.memory import MaybeTensor
+from moe_numerics.fused.memory import MaybeTensor, select
 
 __all__ = ["SLOTS_PER_LAYER", "locate_tile", "raise_amax", "slot_grid"]
 
@@ -32,19 +32,27 @@ def locate_tile(
     offsets is valid.
     """
     experts = offsets.shape[0] - 1
-    started = Int32(0)
+    started, start, end = Int32(0), Int32(0), Int32(0)
     for base in range(0, experts, 32):
         candidate = base + lane
-        below = Boolean(False)
+        own_start, own_end, below = Int32(0), Int32(0), Boolean(False)
         if candidate < experts:
-            below = Int32(offsets[candidate]) // rows + candidate <= slot
-        started += cute.arch.popc(cute.arch.vote_ballot_sync(below))
+            own_start = Int32(offsets[candidate])
+            if cutlass.const_expr(counts is not None):
+                own_end = own_start + Int32(counts[candidate])
+            else:
+                own_end = Int32(offsets[candidate + 1])
+            below = own_start // rows + candidate <= slot
+        # First slots increase with the expert, so those at or below this one are the first lanes; the last of them
+        # holds the bounds of its expert, which saves a second read that would wait for the first.
+        found = cute.arch.popc(cute.arch.vote_ballot_sync(below))
+        last_start = cute.arch.shuffle_sync(own_start, found - 1)
+        last_end = cute.arch.shuffle_sync(own_end, found - 1)
+        started += found
+        start = select(found > 0, last_start, start)
+        end = select(found > 0, last_end, end)
     expert = started - 1
-    start = Int32(offsets[expert])
     first = start + rows * (slot - (start // rows + expert))
-    end = Int32(offsets[expert + 1])
-    if cutlass.const_expr(counts is not None):
-        end = start + Int32(counts[expert])
     return expert, first, end
 
 

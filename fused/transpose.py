@@ -1,8 +1,7 @@
-"""Main loops of the NVFP4 kernels: rows of 16 columns in a thread, and 16 rows of two columns in a thread.
+"""Main loops of transposed column-wise NVFP4: a thread holds 16 rows of four columns, which it can rotate in registers.
 
-The first loop writes row-wise copies: a thread holds one 1x16 block, so an amax needs no shuffle. The second writes
-transposed column-wise copies: a thread holds a 16-row block of two neighbouring columns, which it can rotate in
-registers. 16x16 tiles exchange their 16 maxima through shared memory in the first loop, by shuffles in the second.
+A tile is 128 rows by 128 columns, a warp for each 16-row block. Codes and scales go through shared memory, so that
+neighbouring lanes write the neighbouring blocks of a column. 16x16 tiles exchange their maxima by shuffles.
 
 Rows past an expert's end count as zeros: a column-wise block that the expert does not fill is filled up with them.
 """
@@ -15,73 +14,41 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint8, Uint32
 from moe_numerics.fused.memory import MaybeTensor, load_words, select, store_words, unpack_bf16
-from moe_numerics.fused.nvfp4 import BLOCK
-from moe_numerics.fused.philox import philox, unpack_bits
+from moe_numerics.fused.nvfp4 import BLOCK, SCALE_CODES, random_block
 from moe_numerics.fused.ragged import SLOTS_PER_LAYER, locate_tile, raise_amax
+from moe_numerics.fused.rowwise import amax_cell, multiplier_table
 from moe_numerics.fused.scale_layout import store_scale
 
-__all__ = [
-    "COLUMNS",
-    "LINE_COLUMNS",
-    "LINE_ROWS",
-    "ROWS",
-    "THREADS",
-    "amax_kernel",
-    "colwise_kernel",
-    "row_amax_kernel",
-    "rowwise_kernel",
-]
+__all__ = ["COLUMNS", "ROWS", "THREADS", "amax_kernel", "colwise_kernel"]
 
-THREADS = 128
-
-# Row-wise: 8 threads side by side, 16 rows of threads, two rows a thread.
-LINE_COLUMNS = 128
-LINE_ROWS = 32
-_LINE_THREADS = LINE_COLUMNS // BLOCK
-
-# Column-wise: a warp has 64 columns of one 16-row block, the four warps the four blocks of 64 rows.
-COLUMNS = 64
-ROWS = 64
 _WARP = 32
+THREADS = 256
+WARPS = THREADS // _WARP
+VECTOR = 4
+COLUMNS = _WARP * VECTOR
+ROWS = WARPS * BLOCK
 
-# Row amax: columns that a thread loads at once.
-_VECTOR = 8
+# In shared memory, code words of column 4 * lane + j begin at j * _PLANE + lane * _LINE, a block after the other. So a
+# half-warp that writes a block of its 16 lanes, and one that reads the 8 blocks of two columns, meets each bank once.
+_LINE = 2 * WARPS + 2
+_PLANE = _WARP * _LINE + _WARP // 2
 
 
-def _load_columns(x: cute.Tensor, row: Int32, end: Int32, column: Int32, hidden: Int32) -> list[list[Float32]]:
-    """16 rows of two neighbouring columns from `row` on, as [column][row]; rows from `end` on are zeros."""
-    columns: list[list[Float32]] = [[], []]
+def _load_columns(x: cute.Tensor, row: Int32, end: Int32, column: Int32, hidden: Int32) -> list[list[Uint32]]:
+    """16 rows of four neighbouring columns from `row` on, packed, as [row][pair]; rows from `end` on are zeros."""
+    rows = []
     for i in range(BLOCK):
         inside = row + i < end
         nearest = cutlass.min(row + i, end - 1)
-        word = load_words(x.iterator + (Int64(nearest) * hidden + column), 1)[0]
-        for values, value in zip(columns, unpack_bf16([select(inside, word, Uint32(0))]), strict=True):
-            values.append(value)
-    return columns
+        words = load_words(x.iterator + (Int64(nearest) * hidden + column), VECTOR // 2)
+        rows.append([select(inside, word, Uint32(0)) for word in words])
+    return rows
 
 
-def _zero_amax() -> Float32:
-    return Float32(0.0)
-
-
-def _amax_cell(quantizer: Any, amax: cute.Tensor, expert: Int32) -> cute.Pointer:
-    return amax.iterator + (expert if quantizer.per_expert else 0)
-
-
-def _random(stream: int, seed: cute.Tensor, expert: Int32, along: Int32, across: Int32, width: int) -> list[Uint32]:
-    """Random bits of 16 neighbours from position `along` on, a multiple of 16, at position `across`."""
-    calls = BLOCK * width // 128
-    key = Uint32(seed[0]), Uint32(seed[1])
-    numbers: list[Uint32] = []
-    for call in range(calls):
-        counter = (
-            (along // (128 // width) + call).to(Uint32),
-            across.to(Uint32),
-            expert.to(Uint32) + Uint32(stream << 16),
-            Uint32(0),
-        )
-        numbers += unpack_bits(philox(counter, key), width)
-    return numbers
+def _column(rows: list[list[Uint32]], j: int, rotation: Any) -> list[Float32]:
+    """Column j of what `_load_columns` gave, rotated if there is a rotation."""
+    values = [unpack_bf16([words[j // 2]])[j % 2] for words in rows]
+    return values if rotation is None else rotation.apply(values)
 
 
 @cute.kernel
@@ -95,125 +62,22 @@ def amax_kernel(
     amax_plain: MaybeTensor,
     amax_rotated: MaybeTensor,
 ) -> None:
-    """Amax of x and of its rotated column blocks: blockIdx.x is the column tile, y and z the slot of 64 rows."""
+    """Amax of x and of its rotated column blocks: blockIdx.x is the column tile, y and z the slot of 128 rows."""
     thread, _, _ = cute.arch.thread_idx()
     column_tile, low, high = cute.arch.block_idx()
     lane = thread % _WARP
     expert, first, end = locate_tile(offsets, counts, low + high * SLOTS_PER_LAYER, ROWS, lane)
     if first < end:
         row = first + thread // _WARP * BLOCK
-        column = cute.assume(cutlass.min(column_tile * COLUMNS + 2 * lane, hidden - 2), divby=2)
+        column = cute.assume(cutlass.min(column_tile * COLUMNS + VECTOR * lane, hidden - VECTOR), divby=VECTOR)
         if row < end:
-            columns = _load_columns(x, row, end, column, hidden)
-            if cutlass.const_expr(amax_plain is not None):
-                largest = quantizer.magnitude_max(quantizer.largest(columns[0]), quantizer.largest(columns[1]))
-                raise_amax(_amax_cell(quantizer, amax_plain, expert), largest, lane)
-            if cutlass.const_expr(amax_rotated is not None):
-                largest = quantizer.magnitude_max(
-                    quantizer.largest(rotation.apply(columns[0])), quantizer.largest(rotation.apply(columns[1]))
-                )
-                raise_amax(_amax_cell(quantizer, amax_rotated, expert), largest, lane)
-
-
-@cute.kernel
-def row_amax_kernel(
-    quantizer: cutlass.Constexpr,
-    hidden: Int32,
-    x: cute.Tensor,
-    offsets: cute.Tensor,
-    counts: MaybeTensor,
-    amax: cute.Tensor,
-) -> None:
-    """Amax of each row of x, a warp a row: blockIdx.y and z are the slot of 32 rows."""
-    thread, _, _ = cute.arch.thread_idx()
-    _, low, high = cute.arch.block_idx()
-    lane = thread % _WARP
-    _, first, end = locate_tile(offsets, counts, low + high * SLOTS_PER_LAYER, LINE_ROWS, lane)
-    for i in cutlass.range_constexpr(LINE_ROWS // (THREADS // _WARP)):
-        row = first + thread // _WARP + i * (THREADS // _WARP)
-        if row < end:
-            largest = Float32(0.0)
-            for column in range(lane * _VECTOR, hidden, _WARP * _VECTOR):
-                words = load_words(x.iterator + (Int64(row) * hidden + cute.assume(column, divby=_VECTOR)), 4)
-                largest = quantizer.magnitude_max(largest, quantizer.largest(unpack_bf16(words)))
-            bits = cute.arch.warp_redux_sync(largest.bitcast(Uint32), "umax")
-            if lane == 0:
-                amax[row] = bits.bitcast(Float32)
-
-
-@cute.kernel
-def rowwise_kernel(
-    quantizer: cutlass.Constexpr,
-    block2d: cutlass.Constexpr,
-    swizzled: cutlass.Constexpr,
-    stream: cutlass.Constexpr,
-    hidden: Int32,
-    x: cute.Tensor,
-    offsets: cute.Tensor,
-    counts: MaybeTensor,
-    seed: MaybeTensor,
-    amax: cute.Tensor,
-    codes: cute.Tensor,
-    scales: cute.Tensor,
-) -> None:
-    """Row-wise copy: blockIdx.x is the tile of 128 columns, y and z the slot of 32 rows.
-
-    amax: of the tensor, of each expert, or (row-scaled) of each row.
-    """
-    thread, _, _ = cute.arch.thread_idx()
-    column_tile, low, high = cute.arch.block_idx()
-    expert, first, end = locate_tile(offsets, counts, low + high * SLOTS_PER_LAYER, LINE_ROWS, thread % _WARP)
-    if first < end:
-        memory = cutlass.memory.SmemAllocator()
-        shared = memory.allocate_tensor(Float32, cute.make_layout(LINE_ROWS * _LINE_THREADS), 16)
-        scale = None
-        if cutlass.const_expr(not quantizer.row_scaled):
-            scale = quantizer.global_scale(Float32(cute.arch.load(_amax_cell(quantizer, amax, expert), Float32)))
-        own = thread % _LINE_THREADS
-        block = column_tile * _LINE_THREADS + own
-        column = block * BLOCK
-        inside = column < hidden
-        nearest = cute.assume(cutlass.min(column, hidden - BLOCK), divby=BLOCK)
-        held = []
-        for i in cutlass.range_constexpr(LINE_ROWS // (THREADS // _LINE_THREADS)):
-            line = thread // _LINE_THREADS + i * (THREADS // _LINE_THREADS)
-            row = first + line
-            pointer = x.iterator + (Int64(cutlass.min(row, end - 1)) * hidden + nearest)
-            words = load_words(pointer, 4) + load_words(pointer + 8, 4)
-            valid = row < end
-            values = unpack_bf16(words)
-            largest = select(valid, quantizer.largest(values), _zero_amax())
-            held.append((line, row, values, largest))
-            if cutlass.const_expr(block2d):
-                shared[line * _LINE_THREADS + own] = largest
-        if cutlass.const_expr(block2d):
-            cute.arch.sync_threads()
-        for i in cutlass.range_constexpr(LINE_ROWS // (THREADS // _LINE_THREADS)):
-            line, row, values, largest = held[i]
-            if cutlass.const_expr(block2d):
-                largest = _zero_amax()
-                for j in cutlass.range_constexpr(BLOCK):
-                    other = (line // BLOCK * BLOCK + j) * _LINE_THREADS + own
-                    largest = quantizer.magnitude_max(largest, shared[other])
-            if cutlass.const_expr(quantizer.row_scaled):
-                cell = amax.iterator + cutlass.min(row, end - 1)
-                scale = quantizer.global_scale(Float32(cute.arch.load(cell, Float32)))
-            if cutlass.const_expr(quantizer.four_over_six is not None):
-                code, words = quantizer.four_or_six(values, largest, scale)
-            else:
-                code = quantizer.scale_code(largest, scale)
-                bits = None
-                if cutlass.const_expr(quantizer.stochastic_bits is not None):
-                    index = row - Int32(offsets[expert])
-                    bits = _random(stream, seed, expert, column, index, quantizer.stochastic_bits)
-                words = quantizer.encode(values, quantizer.multiplier(code, scale), bits)
-            pointer = codes.iterator + (Int64(row) * (hidden // 2) + block * (BLOCK // 2))
-            if inside and row < end:
-                store_words(pointer, words)
-                if cutlass.const_expr(swizzled):
-                    store_scale(scales, row, block, hidden // BLOCK, code)
-                else:
-                    scales[row, block] = code.to(Uint8)
+            rows = _load_columns(x, row, end, column, hidden)
+            for amax, own in ((amax_plain, None), (amax_rotated, rotation)):
+                if cutlass.const_expr(amax is not None):
+                    largest = Float32(0.0)
+                    for j in cutlass.range_constexpr(VECTOR):
+                        largest = quantizer.magnitude_max(largest, quantizer.largest(_column(rows, j, own)))
+                    raise_amax(amax_cell(quantizer, amax, expert), largest, lane)
 
 
 @cute.kernel
@@ -233,49 +97,64 @@ def colwise_kernel(
     codes: cute.Tensor,
     scales: cute.Tensor,
 ) -> None:
-    """Transposed column-wise copy: blockIdx.x is the tile of 64 columns, y and z the slot of 64 rows."""
+    """Transposed column-wise copy: blockIdx.x is the tile of 128 columns, y and z the slot of 128 rows."""
     thread, _, _ = cute.arch.thread_idx()
     column_tile, low, high = cute.arch.block_idx()
     lane = thread % _WARP
+    warp = thread // _WARP
     expert, first, end = locate_tile(offsets, counts, low + high * SLOTS_PER_LAYER, ROWS, lane)
     if first < end:
-        row = first + thread // _WARP * BLOCK
-        column = column_tile * COLUMNS + 2 * lane
-        inside = column < hidden
-        nearest = cute.assume(cutlass.min(column, hidden - 2), divby=2)
+        memory = cutlass.memory.SmemAllocator()
+        table = memory.allocate_tensor(Float32, cute.make_layout(SCALE_CODES), 16)
+        staged_codes = memory.allocate_tensor(Uint32, cute.make_layout(VECTOR * _PLANE), 16)
+        staged_scales = memory.allocate_tensor(Uint8, cute.make_layout(COLUMNS * WARPS), 16)
+        scale = quantizer.global_scale(Float32(cute.arch.load(amax_cell(quantizer, amax, expert), Float32)))
+        multiplier_table(quantizer, scale, table, thread)
+        cute.arch.sync_threads()
+        row = first + warp * BLOCK
+        start = Int32(offsets[expert])
         if row < end:
-            start = Int32(offsets[expert])
-            scale = quantizer.global_scale(Float32(cute.arch.load(_amax_cell(quantizer, amax, expert), Float32)))
-            columns = _load_columns(x, row, end, nearest, hidden)
-            if cutlass.const_expr(rotation is not None):
-                columns = [rotation.apply(columns[0]), rotation.apply(columns[1])]
-            largest = [quantizer.largest(columns[0]), quantizer.largest(columns[1])]
+            column = column_tile * COLUMNS + VECTOR * lane
+            nearest = cute.assume(cutlass.min(column, hidden - VECTOR), divby=VECTOR)
+            rows = _load_columns(x, row, end, nearest, hidden)
+            of_tile = Float32(0.0)
             if cutlass.const_expr(block2d):
-                tile = quantizer.magnitude_max(largest[0], largest[1])
-                for distance in cutlass.range_constexpr(3):
-                    tile = quantizer.magnitude_max(tile, cute.arch.shuffle_sync_bfly(tile, 1 << distance))
-                largest = [tile, tile]
-            block = start // BLOCK + (row - start) // BLOCK
-            if cutlass.const_expr(not dense):
-                block += expert
-            for j in cutlass.range_constexpr(2):
-                if cutlass.const_expr(quantizer.four_over_six is not None):
-                    code, words = quantizer.four_or_six(columns[j], largest[j], scale)
-                else:
-                    code = quantizer.scale_code(largest[j], scale)
-                    bits = None
-                    if cutlass.const_expr(quantizer.stochastic_bits is not None):
-                        bits = _random(stream, seed, expert, row - start, column + j, quantizer.stochastic_bits)
-                    words = quantizer.encode(columns[j], quantizer.multiplier(code, scale), bits)
+                for j in cutlass.range_constexpr(VECTOR):
+                    of_tile = quantizer.magnitude_max(of_tile, quantizer.largest(_column(rows, j, rotation)))
+                for distance in cutlass.range_constexpr(2):
+                    of_tile = quantizer.magnitude_max(of_tile, cute.arch.shuffle_sync_bfly(of_tile, 1 << distance))
+            for j in cutlass.range_constexpr(VECTOR):
+                values = _column(rows, j, rotation)
+                largest = of_tile if block2d else quantizer.largest(values)
+                bits = None
+                if cutlass.const_expr(quantizer.stochastic_bits is not None):
+                    bits = random_block(stream, seed, expert, row - start, column + j, quantizer.stochastic_bits)
+                code, words = quantizer.quantize(
+                    values, largest, scale, lambda code: Float32(table[code.to(Int32)]), bits
+                )
                 if cutlass.const_expr(rotation is None):
                     words = _without_rows_past(words, end - row)
-                pointer = codes.iterator + (Int64(column + j) * codes.shape[1] + block * (BLOCK // 2))
-                if inside:
-                    store_words(pointer, words)
-                    if cutlass.const_expr(swizzled):
-                        store_scale(scales, column + j, block, codes.shape[1] // (BLOCK // 2), code)
-                    else:
-                        scales[column + j, block] = code.to(Uint8)
+                store_words(staged_codes.iterator + (j * _PLANE + lane * _LINE + 2 * warp), words)
+                staged_scales[(VECTOR * lane + j) * WARPS + warp] = code.to(Uint8)
+        cute.arch.sync_threads()
+
+        first_block = start // BLOCK + (first - start) // BLOCK
+        if cutlass.const_expr(not dense):
+            first_block += expert
+        own = thread % WARPS
+        block = first_block + own
+        for i in cutlass.range_constexpr(COLUMNS * WARPS // THREADS):
+            line = thread // WARPS + i * (THREADS // WARPS)
+            column = column_tile * COLUMNS + line
+            if column < hidden and first + own * BLOCK < end:
+                place = line % VECTOR * _PLANE + line // VECTOR * _LINE + 2 * own
+                words = [staged_codes[place], staged_codes[place + 1]]
+                store_words(codes.iterator + (Int64(column) * codes.shape[1] + block * (BLOCK // 2)), words)
+                code = staged_scales[line * WARPS + own]
+                if cutlass.const_expr(swizzled):
+                    store_scale(scales, column, block, codes.shape[1] // (BLOCK // 2), code.to(Uint32))
+                else:
+                    scales[column, block] = code
 
 
 def _without_rows_past(words: list[Uint32], rows: Int32) -> list[Uint32]:

@@ -30,6 +30,7 @@ ALLOWED = (
     r"(div|rcp|sqrt)\.rn\.f32",
     r"(neg|abs)\.f32",
     r"(min|max)(\.NaN)?\.f32",
+    r"max(\.NaN)?\.xorsign\.abs\.bf16x2",
     r"(selp|mov)\.f32",
     r"setp\.(eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan)(\.and|\.or|\.xor)?\.f32",
     r"cvt\.rn\.(bf16|bf16x2)\.f32",
