@@ -13,7 +13,7 @@ from pathlib import Path as FilePath
 import torch
 
 from moe_numerics.contract import PROFILES, SUITE, Contract
-from moe_numerics.paths import all_paths
+from moe_numerics.paths import DEVICES, all_paths
 from moe_numerics.reference import hadamard, mxfp8, nvfp4
 from moe_numerics.reference.formats import E2M1, E4M3, E5M2, E8M0
 from moe_numerics.report.atomic import write_files
@@ -156,8 +156,10 @@ def paths_page() -> str:
         "# Paths",
         "",
         f"{len(all_paths())} paths, named `op.pass.format[.variant]`. Every path runs on `virtual:sm_90a`,",
-        "`virtual:sm_100a` and `cuda`. Inputs besides those named: `offsets` [experts + 1], and `counts` [experts]",
-        "where rows are padded.",
+        "`virtual:sm_100a` and `cuda` unless the table names its devices. Inputs besides those named: `offsets`",
+        "[experts + 1], and `counts` [experts] where rows are padded. Matrix products sum `depth` (K); a factor that is",
+        "quantised is so from the bfloat16 input. `verify` without `--paths` leaves extended paths out on virtual GPUs:",
+        "others have the same parts, and they take long to compile.",
         "",
         "| path | what it is | inputs | outputs | profiles |",
         "| --- | --- | --- | --- | --- |",
@@ -167,7 +169,9 @@ def paths_page() -> str:
             f"`{spec.name}` {spec.dtype}" for spec in path.inputs if spec.kind not in ("offsets", "counts")
         )
         outputs = ", ".join(f"`{spec.name}` {spec.format}" for spec in path.outputs)
-        lines.append(f"| `{path.id}` | {path.summary} | {inputs} | {outputs} | {', '.join(path.profiles)} |")
+        summary = path.summary if path.devices == DEVICES else f"{path.summary}; on {', '.join(path.devices)}"
+        summary += "; extended" * path.extended
+        lines.append(f"| `{path.id}` | {summary} | {inputs} | {outputs} | {', '.join(path.profiles)} |")
     return "\n".join(lines) + "\n"
 
 
