@@ -1,12 +1,15 @@
 """How far float32 activations are from the true ones: measured on every bfloat16 input, kept as a table.
 
-The functions are those that a path applies to one bfloat16 operand: activations and their derivatives. Three kinds of
-arithmetic evaluate them: "exact", the project's own float32 polynomials; "library", PyTorch's float32 operators, whose
-derivatives are those of its autograd; "fast", the approximate instructions of a GPU. The first two are measured over
-all finite bfloat16 inputs against the float64 oracle. The third is bounded over the same inputs from what the PTX ISA
-says of `ex2.approx.ftz.f32` (relative error up to 2^-22) and `rcp.approx.ftz.f32` (one unit in the last place), and
-only for sigmoid and what multiplies it: of 1 - sigmoid, which derivatives need, those two statements leave nothing for
-large x.
+The functions are those that a path applies to one operand: activations and their derivatives. Three kinds of arithmetic
+evaluate them: "exact", the project's own float32 polynomials; "library", PyTorch's float32 operators, whose derivatives
+are those of its autograd; "fast", the approximate instructions of a GPU. The first two are measured against the float64
+oracle. The third is bounded over the same inputs from what the PTX ISA says of `ex2.approx.ftz.f32` (relative error up
+to 2^-22) and `rcp.approx.ftz.f32` (one unit in the last place), and only for sigmoid and what multiplies it: of
+1 - sigmoid, which derivatives need, those two statements leave nothing for large x.
+
+Operands are bfloat16 where a path applies the function to its input, and all of their finite values are measured; they
+are float32 where a bias was added or a matrix product made them, and then all values of magnitudes from 2^-30 to 2^8
+are measured, and every 256th beyond, where the functions are straight lines, constants or 0.
 
     |computed(x) - f(x)| <= (relative * |f(x)| + weighted * w(x)) * 2^-24 + 2^tiny        without 2^tiny where w(x) = 0
 
@@ -15,13 +18,15 @@ derivatives and sigmoid: where f is small by cancellation, the error follows w a
 error over |f| where |f| >= w / 8, `weighted` what other inputs need above that, `tiny` what is left below 2^-120. All
 are rounded up, which covers what float64 loses.
 
-`python -m moe_numerics.activation_errors` measures again and prints the table.
+`python -m moe_numerics.activation_errors [--operands float32 --device cuda]` measures again and prints a table. On a
+GPU "library" is the worse of PyTorch's operators on the CPU and there.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -203,30 +208,59 @@ FUNCTIONS: dict[str, Function] = _functions()
 """Every function by name; a derivative's name ends in an apostrophe."""
 
 
-def measure(name: str, kind: str) -> ActivationError:
-    """The constants of one function, over every finite bfloat16 input. KeyError: the kind does not reach it."""
-    function = FUNCTIONS[name]
-    bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    x = bits[torch.isfinite(bits)].float()
-    wide = x.double()
+CHUNK = 1 << 25
+"""Float32 operands that are measured at a time."""
+
+
+def _operands(kind: str, device: str) -> Iterator[Tensor]:
+    """float32 tensors that hold the operands of a kind, "bfloat16" or "float32"."""
+    if kind == "bfloat16":
+        bits = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+        yield bits[torch.isfinite(bits)].float().to(device)
+        return
+    ends = [(127 + exponent) << 23 for exponent in (-30, 8)]
+    for start, end, step in ((0, ends[0], 256), (*ends, 1), (ends[1], 0x7F800000, 256)):
+        for first in range(start, end, CHUNK * step):
+            magnitude = torch.arange(first, min(first + CHUNK * step, end), step, dtype=torch.int32, device=device)
+            x = magnitude.view(torch.float32)
+            yield x
+            yield -x
+
+
+def _errors(name: str, kind: str, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(oracle values, errors of the kind) in float64. KeyError: the kind does not reach the function."""
+    function, wide = FUNCTIONS[name], x.double()
     if kind == "fast":
         if function.fast is None:
             raise KeyError(name)
-        value, error = function.fast(wide)
-    else:
-        value = function.oracle(wide)
-        error = ((function.exact if kind == "exact" else function.library)(x).double() - value).abs()
-    weight = function.weight(x)
-    inside = (value.abs() < 2.0**127) & torch.isfinite(error) & (weight > 0)
-    value, error, weight = value.abs()[inside], error[inside], weight[inside]
+        return function.fast(wide)
+    value = function.oracle(wide)
+    evaluate = function.exact if kind == "exact" else function.library
+    error = (evaluate(x).double() - value).abs()
+    if kind == "library" and x.is_cuda:
+        error = error.maximum((evaluate(x.cpu()).to(x.device).double() - value).abs())
+    return value, error
+
+
+def measure(name: str, kind: str, operands: str = "bfloat16", device: str = "cpu") -> ActivationError:
+    """The constants of one function, over its operands. KeyError: the kind does not reach it."""
+    largest, kept = 0.0, []
+    for x in _operands(operands, device):
+        value, error = _errors(name, kind, x)
+        weight = FUNCTIONS[name].weight(x)
+        inside = (value.abs() < 2.0**127) & torch.isfinite(error) & (weight > 0)
+        value, error, weight = value.abs()[inside], error[inside], weight[inside]
+        large = (value >= NORMAL) & (weight >= NORMAL) & (value >= weight / 8)
+        largest = max(largest, float((error[large] / value[large]).amax()) if bool(large.any()) else 0.0)
+        kept.append(torch.stack((value, error, weight))[:, ~large])
+    relative = _ceil(largest / UNIT)
+    value, error, weight = torch.cat(kept, dim=1)
     normal = (value >= NORMAL) & (weight >= NORMAL)
-    large = normal & (value >= weight / 8)
-    relative = _ceil(float((error[large] / value[large]).max()) / UNIT)
     left = (error - relative * UNIT * value).clamp(min=0.0)
     # Below 2^-90 of the weight the flushed end of an exponential is left to `tiny`.
-    weighted = _ceil(float((left[normal] / weight[normal]).max()) / UNIT)
+    weighted = _ceil(float((left[normal] / weight[normal]).amax()) / UNIT) if bool(normal.any()) else 0.0
     left = (left - weighted * UNIT * weight).clamp(min=0.0)
-    tiny = float(left.max())
+    tiny = float(left.amax()) if left.numel() else 0.0
     return ActivationError(relative, weighted, max(math.ceil(math.log2(tiny)) if tiny else -149, -149))
 
 
@@ -277,14 +311,14 @@ TABLE: dict[str, dict[str, tuple[float, float, int]]] = {
 """Measured with torch 2.13.0 on x86-64."""
 
 
-def table_text() -> str:
+def table_text(operands: str = "bfloat16", device: str = "cpu") -> str:
     """The measured table as the lines of this file."""
     lines = []
     for name in FUNCTIONS:
         entries = []
         for kind in KINDS:
             try:
-                found = measure(name, kind)
+                found = measure(name, kind, operands, device)
             except KeyError:
                 continue
             entries.append(f'"{kind}": ({found.relative!r}, {found.weighted!r}, {found.tiny})')
@@ -293,4 +327,8 @@ def table_text() -> str:
 
 
 if __name__ == "__main__":
-    print(table_text())
+    parser = argparse.ArgumentParser(description="Measure the errors of activations and print the table.")
+    parser.add_argument("--operands", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    print(table_text(arguments.operands, arguments.device))
