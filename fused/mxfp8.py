@@ -106,11 +106,11 @@ class Mxfp8:
         scaled = [value * factor for value, factor in zip(values, factors, strict=True)]
         pairs = [self._encode_pair(low, high) for low, high in zip(scaled[::2], scaled[1::2], strict=True)]
         return [
-            pure_ptx("prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", low, high)
+            pure_ptx("mov.b32 $0, {$1, $2};", "=r,h,h", low, high)
             for low, high in zip(pairs[::2], pairs[1::2], strict=True)
         ]
 
-    def _encode_pair(self, low: Float32, high: Float32) -> Uint32:
+    def _encode_pair(self, low: Float32, high: Float32) -> Uint16:
         codes = nvvm.convert_f32x2_to_f8x2(
             T.i16(),
             high.ir_value(),
@@ -119,7 +119,7 @@ class Mxfp8:
             rnd=nvvm.FPRoundingMode.RN,
             sat=nvvm.SaturationMode.SATFINITE,
         )
-        return Uint16(codes).to(Uint32)
+        return Uint16(codes)
 
 
 def decode_codes(element: str, words: Sequence[Uint32]) -> list[Float32]:

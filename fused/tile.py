@@ -43,6 +43,7 @@ COLUMNS = 128
 VECTOR = 8
 WORDS = VECTOR // 2
 LANES_PER_ROW = COLUMNS // VECTOR
+LANES_PER_BLOCK = 32 // VECTOR
 FULL_WARP = 32
 
 
@@ -268,12 +269,24 @@ def _place_of(op: Any, column: Int32, hidden: Int32, stream: Int32) -> Int32:
     return places[0] if len(places) == 1 else select(stream == 0, places[0], places[1])
 
 
-def _store_rowwise_scale(sink: Any, scales: cute.Tensor, row: Int32, place: Int32, width: Int32, code: Uint32) -> None:
-    """Write the scale of the 1x32 block that begins at column `place` of an output of `width` columns."""
-    if sink.copies.swizzled:
-        store_scale(scales, row, place // 32, width // 32, code)
-    else:
-        scales[row, place // 32] = code.to(Uint8)
+@cute.jit
+def _store_rowwise_scale(
+    sink: cutlass.Constexpr,
+    scales: cute.Tensor,
+    row: Int32,
+    end: Int32,
+    place: Int32,
+    width: Int32,
+    code: Uint32,
+    writes: Boolean,
+) -> None:
+    """Write a scale code of the 1x32 block with column `place` of an output of `width` columns, if row < end."""
+    if writes and row < end:
+        if cutlass.const_expr(sink.copies.swizzled):
+            store_scale(scales, row, place // 32, width // 32, code)
+        else:
+            pointer = scales.iterator + (Int64(row) * (width // 32) + place // 32)
+            cute.arch.store(pointer, code.to(Uint8))
 
 
 @cute.jit
@@ -374,12 +387,18 @@ def tile_kernel(
         for i in cutlass.range_constexpr(rows):
             row = _minimum(top + row_step * i, last)
             loaded.append(_load(op, source, grad, prob, row, nearest, hidden))
+        # Four lanes have a block of 32 columns, and at most four rows each: a lane writes the scales of one of them.
+        turn = thread % LANES_PER_BLOCK
+        turn_row = top + row_step * turn
+        writes_scales = inside and turn < rows
+        row_codes = []
+        for _ in cutlass.range_constexpr(op.streams):
+            row_codes.append(Uint32(0))
         for i in cutlass.range_constexpr(rows):
             row = top + row_step * i
             words, incoming, weight = loaded[i]
             unrounded, share = _compute(op, words, incoming, shifts, weight, target)
             streams = _prepare(quantizer, unrounded)
-            code = Uint32(0)
             values.append(streams)
             if cutlass.const_expr(shares is not None):
                 share = _sum_over_row(select(inside, share, Float32(0.0)))
@@ -400,12 +419,17 @@ def tile_kernel(
                     code = quantizer.scale_code(block)
                     words = quantizer.encode(current, [quantizer.factor(code)] * VECTOR)
                     pointer = codes_rowwise.iterator + pointer
-                    if inside and row < end and thread % 4 == 0:
-                        _store_rowwise_scale(sink, scales_rowwise, row, places[stream], width, code)
+                    row_codes[stream] = select(turn == i, code, row_codes[stream])
                 # A compile-time condition stands alone: where it is mixed with others, the branch is traced regardless.
                 if cutlass.const_expr(not sink.blocks or sink.row_blocks):  # noqa: SIM102
                     if inside and row < end:
                         store_words(pointer, words)
+
+        if cutlass.const_expr(sink.row_blocks):
+            for stream in cutlass.range_constexpr(op.streams):
+                _store_rowwise_scale(
+                    sink, scales_rowwise, turn_row, end, places[stream], width, row_codes[stream], writes_scales
+                )
 
         if cutlass.const_expr(column_shares is not None):
             sums = memory.allocate_tensor(Float32, cute.make_layout(op.streams * warps * COLUMNS), 16)
@@ -436,10 +460,10 @@ def tile_kernel(
                     if cutlass.const_expr(sink.copies.block2d):
                         # The 32 lanes of a warp have the 32 columns of one tile.
                         over_warps = _over_lanes(quantizer, over_warps, (1, 2, 4, 8, 16))
-                    code = quantizer.scale_code(over_warps)
-                    factors[entry] = quantizer.factor(code)
+                    shared_code = quantizer.scale_code(over_warps)
+                    factors[entry] = quantizer.factor(shared_code)
                     if cutlass.const_expr(sink.copies.block2d):
-                        tile_codes[entry] = code
+                        tile_codes[entry] = shared_code
                     own_column = column_tile * COLUMNS + own
                     if cutlass.const_expr(sink.copies.colwise):  # noqa: SIM102
                         if own_column < hidden:
@@ -449,9 +473,9 @@ def tile_kernel(
                             own_place = _place_of(op, own_column, hidden, stream_index)
                             if cutlass.const_expr(sink.copies.swizzled):
                                 scale_rows = sink.scale_rows(source.shape[0], offsets.shape[0] - 1)
-                                store_scale(scales_colwise, own_place, scale_row, scale_rows, code)
+                                store_scale(scales_colwise, own_place, scale_row, scale_rows, shared_code)
                             else:
-                                scales_colwise[scale_row, own_place] = code.to(Uint8)
+                                scales_colwise[scale_row, own_place] = shared_code.to(Uint8)
         raise_amax(amax.iterator + expert, of_expert, lane)
 
         if cutlass.const_expr(sink.shared_blocks):
@@ -468,7 +492,7 @@ def tile_kernel(
                             store_words(codes_colwise.iterator + offset, words)
                         if cutlass.const_expr(sink.copies.rowwise and sink.copies.block2d):
                             store_words(codes_rowwise.iterator + offset, words)
-                            if thread % 4 == 0:
-                                _store_rowwise_scale(
-                                    sink, scales_rowwise, row, places[stream], width, tile_codes[entry]
-                                )
+                if cutlass.const_expr(sink.copies.rowwise and sink.copies.block2d):
+                    _store_rowwise_scale(
+                        sink, scales_rowwise, turn_row, end, places[stream], width, tile_codes[entry], writes_scales
+                    )
