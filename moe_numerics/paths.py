@@ -5,6 +5,7 @@ A path is `op.pass.format[.variant]`. Adding one is an entry here; every command
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from functools import cache
 
@@ -28,7 +29,7 @@ from moe_numerics.reference.grouped_nvfp4 import Recipe
 
 __all__ = ["DEVICES", "OutputSpec", "Path", "PathError", "all_paths", "find_path", "match_paths"]
 
-_LAYOUTS = ("halves", "interleaved:32", "interleaved:64")
+_LAYOUTS = ("halves", "interleaved:32", "interleaved:64", "interleaved:96", "interleaved:128")
 _RAGGED = (TensorSpec("offsets", kind="offsets"), TensorSpec("counts", kind="counts"))
 _PROB = TensorSpec("prob", "float32", "prob")
 
@@ -122,35 +123,38 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
     return paths
 
 
-_WITH_BIAS = ("swiglu", "clamped_swiglu", "geglu", "srelu", "silu")
-"""Activations of each kind: a bias is added before an activation begins, so one of a kind speaks for the others."""
+_BIAS_KINDS = ("swiglu", "clamped_swiglu", "geglu", "srelu", "silu")
+"""Activations of each kind. What quantises does not see a bias: others with a bias are quantised in extended paths."""
 
 
-def _bias_paths(name: str, activation: Activation) -> list[Path]:
+def _bias_paths(name: str, activation: Activation, variant: str = "") -> list[Path]:
     unary = activation.inputs == 1
     source = TensorSpec("x") if unary else TensorSpec("gate_up", columns=2)
     inputs = (source, *_RAGGED, _PROB, TensorSpec("bias", kind="bias", columns=activation.inputs))
     columns = "hidden" if unary else "2 * hidden"
+    what = " ".join((name, *(variant[1:],) * bool(variant)))
     paths = []
     for label in ("bf16", "mxfp8_e4m3"):
         element = _FORMATS[label]
         written = "bfloat16" if element is None else f"MXFP8 {element.name}, row-wise and column-wise"
         layouts = ("halves",) if unary else _LAYOUTS
+        extended = element is not None and (name not in _BIAS_KINDS or bool(variant))
         paths.append(
             Path(
-                f"{name}.fwd.{label}.bias",
-                f"{name} of inputs with bias forward, times prob, to {written}; amax of each expert",
+                f"{name}.fwd.{label}{variant}.bias",
+                f"{what} of inputs with bias forward, times prob, to {written}; amax of each expert",
                 inputs,
                 _written(element, "hidden"),
                 {"suite": "exact"},
                 ActivationForward(activation, element),
                 layouts,
+                extended=extended,
             )
         )
         paths.append(
             Path(
-                f"{name}.bwd.{label}.bias",
-                f"{name} of inputs with bias backward, with dprob and dbias, to {written}; amax of each expert",
+                f"{name}.bwd.{label}{variant}.bias",
+                f"{what} of inputs with bias backward, with dprob and dbias, to {written}; amax of each expert",
                 (TensorSpec("grad"), *inputs),
                 (
                     *_written(element, columns),
@@ -160,6 +164,7 @@ def _bias_paths(name: str, activation: Activation) -> list[Path]:
                 {"suite": "exact"},
                 ActivationBackward(activation, element, bias=True),
                 layouts,
+                extended=extended,
             )
         )
     return paths
@@ -241,16 +246,40 @@ def _nvfp4_profiles(recipe: Recipe) -> dict[str, Grade]:
     return offered
 
 
+_FAST = ("silu", "gelu", "qgelu", "swiglu", "geglu", "qgeglu", "clamped_swiglu")
+"""Activations that have a form in fast maths and are offered in it."""
+
+
+def _fast_paths(name: str, activation: Activation, variant: str = "") -> list[Path]:
+    """The paths of an activation to bfloat16 and to MXFP8 E4M3, in fast maths."""
+    own = (path for path in _activation_paths(name, activation, variant) if ".nvfp4" not in path.id)
+    return [
+        dataclasses.replace(
+            path,
+            id=f"{path.id}.fast",
+            summary=f"{path.summary}; fast maths",
+            profiles={"suite": "bounded"},
+            maths="fast",
+        )
+        for path in own
+        if ".mxfp8_e5m2" not in path.id
+    ]
+
+
 @cache
 def all_paths() -> tuple[Path, ...]:
     """Every path, in the order in which they are listed and run."""
     paths: list[Path] = []
     for name, activation in ACTIVATIONS.items():
         paths += _activation_paths(name, activation)
+        paths += _bias_paths(name, activation)
     for preset in ("deepseek", "step"):
         paths += _activation_paths("clamped_swiglu", CLAMPED_SWIGLU_PRESETS[preset], f".{preset}")
-    for name in _WITH_BIAS:
-        paths += _bias_paths(name, ACTIVATIONS[name])
+        paths += _bias_paths("clamped_swiglu", CLAMPED_SWIGLU_PRESETS[preset], f".{preset}")
+    for name in _FAST:
+        paths += _fast_paths(name, ACTIVATIONS[name])
+    for preset in ("deepseek", "step"):
+        paths += _fast_paths("clamped_swiglu", CLAMPED_SWIGLU_PRESETS[preset], f".{preset}")
     for element in (E4M3, E5M2):
         for name, blocks in _BLOCKS.items():
             copies = [what for what in ("rowwise", "colwise") if getattr(blocks, what)]
