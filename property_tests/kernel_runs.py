@@ -40,6 +40,7 @@ FEW = (
     "relu.fwd.bf16",
     "quantize.mxfp8_e5m2",
     "quantize.nvfp4.rht",
+    "grouped_mlp.fc2.swiglu.bwd.mxfp8_e4m3",
 )
 """Paths that between them have every kind of output, input and data flow."""
 
@@ -72,6 +73,11 @@ def few_paths() -> list[Path]:
     return list(all_paths()) if thorough() else [find_path(name) for name in FEW]
 
 
+def elementwise(paths: Sequence[Path]) -> list[Path]:
+    """Those without a matrix product: what the inputs hold is what is rounded and quantised."""
+    return [path for path in paths if path.operands is None]
+
+
 def kernel_devices() -> tuple[str, ...]:
     """Names of devices that run kernels: both virtual GPUs, and CUDA where there is one."""
     return tuple(dict.fromkeys((*VIRTUAL, *default_devices())))
@@ -97,6 +103,7 @@ class ReferenceDevice:
 
     name = "reference"
     evidence = "reference"
+    target = "sm_90a"
 
     def activate(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -117,14 +124,14 @@ def active_device(name: str, schedule: str | int = "fast") -> Iterator[ActiveDev
 
 
 def space(path: Path, profile: str = "suite", **choices: Any) -> Space:
-    """Small cases of a path that share one compilation: counts, probabilities, halves and int32 offsets are given.
+    """Small cases of a path that share one compilation: counts, probabilities, one layout and int32 offsets are given.
 
     choices: fields of `Space` that differ from that.
     """
     shared: dict[str, Any] = {
         "paddings": (True,),
         "probs": (True,),
-        "layouts": ("halves",),
+        "layouts": path.layouts[:1],
         "offsets_dtypes": ("int32",),
         "alignments": (1, 1, 8),
         "max_experts": 8,
@@ -133,6 +140,9 @@ def space(path: Path, profile: str = "suite", **choices: Any) -> Space:
         "max_elements": 6_000,
         "big_elements": 20_000,
     }
+    if path.depth_multiple:
+        # A virtual GPU spends on each expert as much as on a whole tile of 128 rows.
+        shared |= {"max_experts": 2, "max_hidden": 64, "max_depth": 96, "max_elements": 3_000, "big_elements": 9_000}
     return dataclasses.replace(path.space(profile), **{**shared, **choices})
 
 
@@ -158,7 +168,7 @@ def moved(
 ) -> dict[str, torch.Tensor]:
     """The inputs with these token rows and, where a row belongs to an expert (bias), these experts, in this order."""
     order = torch.tensor(list(experts), dtype=torch.int64)
-    indices = {"values": rows, "prob": rows, "bias": order}
+    indices = {"values": rows, "prob": rows, "bias": order, "weights": order, "alpha": order}
     return {
         spec.name: tensors[spec.name][indices[spec.kind]]
         for spec in path.inputs

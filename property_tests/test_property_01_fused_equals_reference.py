@@ -57,7 +57,7 @@ def _id(path: Path) -> str:
 @given(data=st.data())
 def test_drawn_cases_agree_bit_for_bit(path: Path, device: ActiveDevice, data: st.DataObject) -> None:
     case = data.draw(cases(space(path)))
-    result = run_case(path, case, path.contract("suite"), device)
+    result = run_case(path, case, path.contract("suite", device.target), device)
     assert result.passed, failure(result)
 
 
@@ -68,15 +68,15 @@ def test_drawn_cases_agree_bit_for_bit(path: Path, device: ActiveDevice, data: s
 def test_other_layouts_offsets_and_options_agree(path: Path, device: ActiveDevice, data: st.DataObject) -> None:
     other = {**OTHER_VARIANT, "layouts": path.layouts[1:2] or path.layouts}
     case = data.draw(cases(path.space("suite") if thorough() else space(path, **other)))
-    result = run_case(path, case, path.contract("suite"), device)
+    result = run_case(path, case, path.contract("suite", device.target), device)
     assert result.passed, failure(result)
 
 
 @pytest.mark.parametrize("device", another_device(), indirect=True)
 @pytest.mark.parametrize("path", few_paths(), ids=_id)
 def test_the_gauntlet_agrees_bit_for_bit(path: Path, device: ActiveDevice) -> None:
-    case = gauntlet_case(path.id, inputs=path.inputs, hidden=160)
-    result = run_case(path, case, path.contract("suite"), device)
+    case = gauntlet_case(path.id, inputs=path.inputs, hidden=160, depth=3 * path.depth_multiple, layout=path.layouts[0])
+    result = run_case(path, case, path.contract("suite", device.target), device)
     assert result.passed, failure(result)
 
 
@@ -90,5 +90,5 @@ def test_the_gauntlet_agrees_bit_for_bit(path: Path, device: ActiveDevice) -> No
 @given(data=st.data())
 def test_other_profiles_agree_bit_for_bit(path: Path, profile: str, device: ActiveDevice, data: st.DataObject) -> None:
     case = data.draw(cases(space(path, profile)))
-    result = run_case(path, case, path.contract(profile), device)
+    result = run_case(path, case, path.contract(profile, device.target), device)
     assert result.passed, failure(result)

@@ -42,7 +42,7 @@ def test_permuting_experts_permutes_outputs(path: Path, device: ActiveDevice, da
     rows = torch.cat([*regions, torch.arange(case.offsets[-1], case.capacity)])
     tensors = moved(path, case.tensors(path.inputs), rows, order)
 
-    contract = path.contract("suite")
+    contract = path.contract("suite", device.target)
     plain = device.run(path, case, contract).outputs
     permuted = device.run(path, given_tensors(moved_case, tensors), contract).outputs
     for spec in path.outputs_of(case):

@@ -56,7 +56,7 @@ def test_values_of_other_experts_change_nothing(
     experts = path.experts(case)
     tensors = {name: x for name, x in case.tensors(path.inputs).items() if name not in ("offsets", "counts")}
     changed = filled(path, tensors, experts.row_expert() != expert, fill)
-    contract = path.contract(profile)
+    contract = path.contract(profile, device.target)
     plain = device.run(path, case, contract).outputs
     other = device.run(path, given_tensors(case, changed), contract).outputs
     for spec in path.outputs_of(case):
@@ -80,7 +80,7 @@ def test_an_expert_alone_gives_the_same(path: Path, device: ActiveDevice, data: 
     rows = torch.arange(case.offsets[expert], case.offsets[expert + 1])
     own = moved(path, case.tensors(path.inputs), rows, [expert])
 
-    contract = path.contract(profile)
+    contract = path.contract(profile, device.target)
     plain = device.run(path, case, contract).outputs
     single = device.run(path, given_tensors(alone, own), contract).outputs
     for spec in path.outputs_of(case):

@@ -63,7 +63,7 @@ def test_amax_of_what_is_quantised_is_the_largest_magnitude(
 def test_rounded_amax_is_the_amax_of_what_is_rounded(path: Path, device: ActiveDevice, data: st.DataObject) -> None:
     """Rounding keeps order, so the amax of the float32 values, rounded, is that of the bfloat16 output."""
     case = data.draw(cases(space(path)))
-    outputs = device.run(path, case, path.contract("suite")).outputs
+    outputs = device.run(path, case, path.contract("suite", device.target)).outputs
     for expert, (start, count) in enumerate(zip(case.offsets, case.counts, strict=False)):
         written = torch.tensor([_largest(outputs["out"][start : start + count])])
         rounded = outputs["amax"][expert : expert + 1].to(torch.bfloat16).float()
@@ -81,7 +81,7 @@ def test_amax_does_not_depend_on_the_order_of_rows(path: Path, device: ActiveDev
     for start, count in zip(case.offsets, case.counts, strict=False):
         rows[start : start + count] = rows[start : start + count].flip(0)
     reversed_rows = moved(path, tensors, rows, range(len(case.counts)))
-    contract = path.contract("suite")
+    contract = path.contract("suite", device.target)
     plain = device.run(path, case, contract).outputs
     flipped = device.run(path, given_tensors(case, reversed_rows), contract).outputs
     assert_same(path.output("amax"), plain["amax"], flipped["amax"], "rows of each expert in reverse")

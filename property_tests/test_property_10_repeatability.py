@@ -44,7 +44,7 @@ def _assert_same_outcomes(path: Path, case: Case, first: Outcome, second: Outcom
 @given(data=st.data())
 def test_two_runs_agree(path: Path, device: ActiveDevice, data: st.DataObject) -> None:
     first, second = (data.draw(cases(space(path))) for _ in range(2))
-    contract = path.contract("suite")
+    contract = path.contract("suite", device.target)
     before = device.run(path, first, contract)
     device.run(path, second, contract)
     _assert_same_outcomes(path, first, before, device.run(path, first, contract), "after a run of another case")
@@ -56,8 +56,8 @@ def test_two_runs_agree(path: Path, device: ActiveDevice, data: st.DataObject) -
 @given(data=st.data(), seeds=st.lists(st.integers(0, 2**31), min_size=2, max_size=2, unique=True))
 def test_any_schedule_gives_the_same(path: Path, target: str, data: st.DataObject, seeds: list[int]) -> None:
     case = data.draw(cases(space(path, max_elements=3_000, big_elements=3_000)))
-    contract = path.contract("suite")
     with active_device(target) as device:
+        contract = path.contract("suite", device.target)
         plain = device.run(path, case, contract)
     for seed in seeds:
         with active_device(target, seed) as device:
@@ -73,8 +73,8 @@ def test_a_replayed_graph_serves_new_counts(path: Path, data: st.DataObject) -> 
     case = data.draw(cases(space(path)))
     order = data.draw(st.permutations(range(len(case.counts))))
     other = case.replace(counts=tuple(case.counts[e] for e in order), values={})
-    contract = path.contract("suite")
     with active_device("cuda") as device:
+        contract = path.contract("suite", device.target)
         plain = device.run(path, other, contract)
         inputs = case.tensors(path.inputs, "cuda")
         outputs = {

@@ -15,6 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from kernel_runs import (
     ActiveDevice,
+    elementwise,
     kernel_examples,
     reference_and_kernels,
     representative_paths,
@@ -29,7 +30,9 @@ from moe_numerics.paths import Path
 from moe_numerics.strategies import cases
 
 PATHS = [
-    path for path in representative_paths() if ".bwd.bf16" in path.id and not getattr(path.operation, "bias", False)
+    path
+    for path in elementwise(representative_paths())
+    if ".bwd.bf16" in path.id and not getattr(path.operation, "bias", False)
 ]
 
 ROUNDINGS = 16

@@ -94,13 +94,14 @@ def _same_kernel(ptx: str, start: int) -> str:
 
 
 def _compiled(path: Path, device: ActiveDevice, **choices: object) -> list[str]:
-    case = Case(path.id, (3,), 64, padded=True, prob=any(spec.kind == "prob" for spec in path.inputs)).replace(
-        **choices
-    )
+    prob = any(spec.kind == "prob" for spec in path.inputs)
+    case = Case(path.id, (3,), 64, depth=path.depth_multiple, padded=True, layout=path.layouts[0], prob=prob)
+    case = case.replace(**choices)
+    contract = path.contract("suite", device.target)
     with compilation.recording() as compiled:
         tensors = case.tensors(path.inputs)
-        outputs = path.operation.reference(case, tensors, path.contract("suite"))
-        path.operation.fused(case, tensors, path.contract("suite"), outputs)
+        outputs = path.operation.reference(case, tensors, contract)
+        path.operation.fused(case, tensors, contract, outputs)
     return [each.ptx for each in compiled]
 
 
