@@ -14,9 +14,11 @@ from cutlass import BFloat16, Float4E2M1FN, Float8E4M3FN, Float8E5M2, Float8E8M0
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from moe_numerics.fused.gemm_problem import ROWS
 
-__all__ = ["BF16", "LINE_BYTES", "Operands"]
+__all__ = ["BF16", "LINE_BYTES", "Operands", "ring_stages"]
 
 LINE_BYTES = 128
+# Shared memory for the ring; the rest is the epilogues'.
+RING_BYTES = 200 * 1024
 
 _TYPES = {"BF16": BFloat16, "E4M3": Float8E4M3FN, "E5M2": Float8E5M2, "E2M1": Float4E2M1FN}
 _ACCUMULATORS = {16: "sm_100.bf16", 8: "sm_100.mxf8f6f4", 4: "sm_100.mxf4nvf4"}
@@ -113,3 +115,8 @@ def _atom(major: OperandMajorMode, kind: Any) -> Any:
 
 
 BF16 = Operands()
+
+
+def ring_stages(operands: Operands, columns: int) -> int:
+    """Stages of tiles of so many columns, with their scales, that fit in shared memory."""
+    return RING_BYTES // ((ROWS + columns) * (LINE_BYTES + operands.blocks))

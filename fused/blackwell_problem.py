@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 from cutlass.cute.nvgpu import OperandMajorMode
 from moe_numerics.fused.gemm_problem import Place, RaggedDepth, Sizes
 from moe_numerics.fused.memory import MaybeTensor

@@ -11,9 +11,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm, nvvm
-from moe_numerics.fused.gemm_problem import BLOCK, ROWS
+from moe_numerics.fused.gemm_problem import BLOCK
 from moe_numerics.fused.memory import select, store_words
 
 __all__ = [

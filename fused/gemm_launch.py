@@ -13,7 +13,7 @@ import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8
 from cutlass.cute import runtime
 from moe_numerics.fused.blackwell_mainloop import launch_blackwell_gemm
-from moe_numerics.fused.blackwell_operands import BF16, Operands
+from moe_numerics.fused.blackwell_operands import BF16, Operands, ring_stages
 from moe_numerics.fused.compilation import Compiled, compile_function, current_target
 from moe_numerics.fused.elementwise import fake
 from moe_numerics.fused.gemm_mainloop import launch_grouped_gemm
@@ -29,6 +29,7 @@ __all__ = [
     "SCALES",
     "VECTOR",
     "WIDE",
+    "Factors",
     "Kind",
     "buffers",
     "check_accumulator",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 ACCUMULATOR = "sm_90.bf16"
+BLACKWELL_ACCUMULATORS = ("sm_100.bf16", "sm_100.mxf8f6f4", "sm_100.mxf4nvf4")
 # A virtual GPU runs thread blocks one after the other: few of them, so that each still takes several tiles.
 VIRTUAL_MULTIPROCESSORS = 4
 
@@ -84,7 +86,7 @@ class _Variant:
     offsets: Kind
     counts: bool
     tensors: tuple[Kind | None, ...]
-    scales: tuple[Kind | None, Kind | None]
+    scales: tuple[Kind | None, ...]
 
     def compile(self) -> Compiled:
         function = launch_blackwell_gemm if _on_blackwell() else launch_grouped_gemm
@@ -118,10 +120,12 @@ def _on_blackwell() -> bool:
     return current_target().startswith(("sm_100", "sm_103"))
 
 
-def choose_tiling(columns: int) -> Tiling:
+def choose_tiling(columns: int, operands: Operands = BF16) -> Tiling:
     """The tiling for a result of so many columns: no wider than it needs to be."""
-    cluster = 1 if _on_blackwell() else 2
-    return Tiling(cluster=cluster) if columns > 128 else Tiling(columns=128, stages=6, cluster=cluster)
+    if _on_blackwell():
+        width = 256 if columns > 128 else 128
+        return Tiling(columns=width, stages=ring_stages(operands, width), cluster=1)
+    return Tiling() if columns > 128 else Tiling(columns=128, stages=6)
 
 
 def check_contract(contract: Contract) -> None:
@@ -131,22 +135,20 @@ def check_contract(contract: Contract) -> None:
     check_accumulator(contract.accumulator)
 
 
-def check_accumulator(accumulator: str, operands: Operands = BF16) -> None:
-    """ValueError: another accumulation than the target's kernels have for these operands, or a target without any."""
+def check_accumulator(accumulator: str) -> None:
+    """ValueError: an accumulation that the target's kernels do not have, or a target without any."""
     target = current_target()
     if _on_blackwell():
-        own = operands.accumulator
+        own: tuple[str, ...] = BLACKWELL_ACCUMULATORS
     elif target.startswith("sm_90"):
-        if operands != BF16:
-            raise ValueError(
-                f"the operands are {operands.left} and {operands.right}: the kernels of {target} take bf16"
-            )
-        own = ACCUMULATOR
+        own = (ACCUMULATOR,)
     else:
         raise ValueError(f"the target is {target}: these kernels need sm_90a (wgmma), sm_100a or sm_103a (tcgen05)")
     # Models are told apart by what they compute: bfloat16 accumulates alike on both architectures.
-    if _arithmetic(accumulator) != _arithmetic(own):
-        raise ValueError(f"accumulator is {accumulator!r}: these kernels accumulate as {own!r}")
+    if _arithmetic(accumulator) not in [_arithmetic(each) for each in own]:
+        raise ValueError(
+            f"accumulator is {accumulator!r}: the kernels of {target} accumulate as {' or '.join(map(repr, own))}"
+        )
 
 
 def _arithmetic(accumulator: str) -> Model:
@@ -172,40 +174,54 @@ def buffers(
     return results
 
 
+@dataclass(frozen=True, eq=False)
+class Factors:
+    """The factors of a product as kernels take them, checked.
+
+    scales: compact scales of the left and the right matrix, if the operands have any; else the products of codes and
+    scales are in the matrices.
+    """
+
+    problem: RaggedRows | RaggedDepth
+    left: tuple[torch.Tensor, Kind]
+    right: tuple[torch.Tensor, Kind]
+    operands: Operands = BF16
+    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+
+
 def launch_gemm(
-    problem: RaggedRows | RaggedDepth,
+    factors: Factors,
     epilogue: Any,
-    tiling: Tiling,
-    left: tuple[torch.Tensor, Kind],
-    right: tuple[torch.Tensor, Kind],
+    columns: int,
+    tiling: Tiling | None,
     offsets: torch.Tensor,
     counts: torch.Tensor | None,
     tensors: Sequence[tuple[torch.Tensor | None, Kind]],
-    operands: Operands = BF16,
-    scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
     """Launch on the current stream; every argument but the tiling has been checked.
 
-    scales: compact scales of the left and the right matrix, if the operands have any.
+    columns: of the result. tiling: None for the one that suits it.
     """
+    operands, scales = factors.operands, factors.scales
+    tiling = tiling or choose_tiling(columns, operands)
     if _on_blackwell() and tiling.rows != ROWS:
         raise ValueError(f"tiling has {tiling.rows} rows: the kernels of {current_target()} need {ROWS}")
     variant = _Variant(
-        problem,
+        factors.problem,
         operands,
         epilogue,
         tiling,
-        left[1],
-        right[1],
+        factors.left[1],
+        factors.right[1],
         Kind(offsets.dtype, (1,), offsets.element_size()),
         counts is not None,
         tuple(None if tensor is None else kind for tensor, kind in tensors),
         tuple(None if each is None else Kind(torch.uint8, (1,) * each.dim(), 1) for each in scales),
     )
-    device = left[0].device
+    device = factors.left[0].device
     variant.compile()(
-        as_argument(left[0]),
-        as_argument(right[0]),
+        as_argument(factors.left[0]),
+        as_argument(factors.right[0]),
         *((as_argument(scales[0]), as_argument(scales[1])) if _on_blackwell() else ()),
         as_argument(offsets),
         as_argument(counts),

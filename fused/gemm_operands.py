@@ -1,4 +1,8 @@
-"""The two factors of a grouped GEMM as a caller gives them: checked, their scales combined, and made bfloat16."""
+"""The two factors of a grouped GEMM as a caller gives them: checked, their scales combined, and as kernels take them.
+
+With an accumulator that has scales (Blackwell) the tensor core takes codes and block scales as they are; with one of
+bfloat16 a kernel multiplies them first.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,21 @@ import math
 from dataclasses import dataclass
 
 import torch
+from moe_numerics.fused.blackwell_operands import Operands
+from moe_numerics.fused.blackwell_problem import RaggedSlots
 from moe_numerics.fused.dequantize import dequantize_tokens, dequantize_weights
 from moe_numerics.fused.elementwise import check_ragged
-from moe_numerics.fused.gemm_launch import Kind
+from moe_numerics.fused.gemm_launch import Factors, Kind
+from moe_numerics.fused.gemm_problem import RaggedDepth, RaggedRows
 from moe_numerics.fused.launch import check_tensor
 from moe_numerics.fused.quantized import Quantized, colwise_rows
+from moe_numerics.reference.tensor_core_models import Model, find_model
 
 __all__ = ["Product", "Ragged", "block_offsets", "check_bias", "check_prob", "product_of_rows", "product_over_rows"]
 
 # TMA's strides are multiples of 16 bytes.
 STRIDE = 8
+CODE_STRIDE = 16
 # Experts are a dimension of a grid.
 MOST_EXPERTS = 65535
 TRANSPOSED_BLOCK = 16
@@ -103,7 +112,10 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """Two factors that fit each other, and the shape [rows, columns] of their product (of each expert's, over rows)."""
+    """Two factors that fit each other, and the shape [rows, columns] of their product (of each expert's, over rows).
+
+    transposed: the weights are [experts, K, N].
+    """
 
     left: Factor
     right: Factor
@@ -111,14 +123,48 @@ class Product:
     rows: int
     columns: int
     multiples: tuple[tuple[int, ...], tuple[int, ...]]
+    over_rows: bool = False
+    transposed: bool = False
 
-    def operands(self) -> tuple[tuple[torch.Tensor, Kind], tuple[torch.Tensor, Kind]]:
-        """Both factors in bfloat16, for `launch_gemm`."""
+    def factors(self, accumulator: str) -> Factors:
+        """Both factors for `launch_gemm`. ValueError: they do not fit the accumulator, which the target has."""
+        model = find_model(accumulator)
+        if model.scale_format:
+            return self._scaled(model)
+        problem = RaggedDepth() if self.over_rows else RaggedRows(self.transposed)
         left, right = (
             (factor.bfloat16(self.ragged), Kind(torch.bfloat16, sizes, 16))
             for factor, sizes in zip((self.left, self.right), self.multiples, strict=True)
         )
-        return left, right
+        return Factors(problem, left, right)
+
+    def _scaled(self, model: Model) -> Factors:
+        sources = []
+        for factor in (self.left, self.right):
+            source = factor.source
+            if not isinstance(source, Quantized) or not _applies(model, source):
+                raise ValueError(
+                    f"an operand does not fit accumulator {model.name}: it needs {' or '.join(model.operands)} codes "
+                    f"with {model.scale_format} scales for {model.scale_block}"
+                )
+            sources.append(source)
+        left, right = sources
+        codes = [source.codes for source in sources]
+        problem: RaggedRows | RaggedDepth
+        if self.over_rows:
+            dense = self.ragged.alignment % left.block == 0
+            problem = RaggedSlots(dense) if left.packed else RaggedDepth(dense)
+        else:
+            # Column-wise NVFP4 copies are transposed already.
+            problem = RaggedRows(self.transposed and not left.packed)
+        if left.packed and self.over_rows:
+            # 8 bytes a block, of which there may be an odd number.
+            codes = [torch.nn.functional.pad(each, (0, each.shape[1] % CODE_STRIDE)) for each in codes]
+        for each in codes:
+            _check_multiple(f"a line of codes has {each.shape[-1]} bytes", each.shape[-1], CODE_STRIDE)
+        given = [(each, Kind(torch.uint8, (*(1,) * (each.dim() - 1), CODE_STRIDE), 16)) for each in codes]
+        operands = Operands(left.element.name, right.element.name)
+        return Factors(problem, given[0], given[1], operands, (left.scales, right.scales))
 
     def alpha(self, alpha: torch.Tensor | float | None) -> torch.Tensor | None:
         """What each expert's accumulators are multiplied by: ((alpha * amax_left) * amax_right) * factor, float32.
@@ -171,7 +217,7 @@ def product_of_rows(
     _check_multiple(f"{name} has {depth} columns", depth, STRIDE)
     _check_multiple(f"the result has {columns} columns", columns, columns_multiple)
     right_sizes = (1, STRIDE, columns_multiple) if transposed else (1, columns_multiple, STRIDE)
-    return Product(left, right, ragged, left.rows, columns, ((1, STRIDE), right_sizes))
+    return Product(left, right, ragged, left.rows, columns, ((1, STRIDE), right_sizes), transposed=transposed)
 
 
 def product_over_rows(
@@ -195,7 +241,14 @@ def product_over_rows(
             raise ValueError(f"{name} has {factor.rows} rows: expected {wanted}, as the other operand has {rows}")
     _check_multiple(f"grad has {left.columns} columns", left.columns, STRIDE)
     _check_multiple(f"x has {right.columns} columns", right.columns, columns_multiple)
-    return Product(left, right, ragged, left.columns, right.columns, ((1, STRIDE), (1, columns_multiple)))
+    multiples = (1, STRIDE), (1, columns_multiple)
+    return Product(left, right, ragged, left.columns, right.columns, multiples, over_rows=True)
+
+
+def _applies(model: Model, source: Quantized) -> bool:
+    """Whether the tensor core can apply the block scales of an operand."""
+    kind = (source.scale_format.name.lower(), source.block)
+    return source.element.name.lower() in model.operands and kind == (model.scale_format, model.scale_block)
 
 
 def _check_multiple(what: str, size: int, multiple: int) -> None:

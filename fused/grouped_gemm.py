@@ -4,13 +4,15 @@
     grouped_dgrad   dx_e = dy_e @ W_e         dy_e [rows of e, N]
     grouped_wgrad   dW_e = dy_e^T @ x_e       [N, K], summed over the rows of e
 
-Twins of the functions of the same names in `moe_numerics.reference.grouped_gemm`, for the accumulator "sm_90.bf16".
-Nothing here waits for the device, so every call can be captured in a CUDA graph and replayed with other offsets.
+Twins of the functions of the same names in `moe_numerics.reference.grouped_gemm`, for the accumulators "sm_90.bf16"
+and, on Blackwell, "sm_100.bf16", "sm_100.mxf8f6f4" and "sm_100.mxf4nvf4". Nothing here waits for the device, so every
+call can be captured in a CUDA graph and replayed with other offsets.
 
 Operands are bfloat16 or `Quantized`: MXFP8 or NVFP4, row-wise where a product sums along columns and column-wise where
-it sums along rows. Hopper has no block-scaled product, so a kernel of its own turns codes and block scales into
-bfloat16 first (`dequantize`); the global amaxes of NVFP4 scale the accumulators. A product of code and scale that
-bfloat16 does not hold, near the ends of the E8M0 range, is NaN here and shows in the result; the reference refuses it.
+it sums along rows. The global amaxes of NVFP4 scale the accumulators. Block scales are applied by the tensor core with
+an accumulator that has them. Hopper has none, so with those of bfloat16 a kernel of its own turns codes and block
+scales into bfloat16 first (`dequantize`). A product of code and scale that bfloat16 does not hold, near the ends of the
+E8M0 range, is NaN then and shows in the result; the reference refuses it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,6 @@ from moe_numerics.fused.gemm_launch import (
     Kind,
     buffers,
     check_accumulator,
-    choose_tiling,
     launch_gemm,
 )
 from moe_numerics.fused.gemm_operands import (
@@ -36,7 +37,7 @@ from moe_numerics.fused.gemm_operands import (
     product_of_rows,
     product_over_rows,
 )
-from moe_numerics.fused.gemm_problem import BLOCK, RaggedDepth, RaggedRows, Tiling
+from moe_numerics.fused.gemm_problem import BLOCK, Tiling
 from moe_numerics.fused.launch import check_tensor
 from moe_numerics.fused.quantized import Quantized
 
@@ -51,8 +52,8 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def _each_row(
-    problem: RaggedRows,
     product: Product,
+    accumulator: str,
     alpha: torch.Tensor | float | None,
     bias: torch.Tensor | None,
     prob: torch.Tensor | None,
@@ -70,10 +71,10 @@ def _each_row(
     if rows == 0:
         return result
     launch_gemm(
-        problem,
+        product.factors(accumulator),
         Linear(dtype == torch.float32, wide_bias=wide_bias),
-        tiling or choose_tiling(columns),
-        *product.operands(),
+        columns,
+        tiling,
         ragged.offsets,
         ragged.counts,
         (
@@ -120,7 +121,7 @@ def grouped_matmul(
     """
     check_accumulator(accumulator)
     product = product_of_rows("x", x, weights, Ragged.read(x, offsets, counts, alignment), False, BLOCK)
-    return _each_row(RaggedRows(), product, alpha, bias, prob, dtype, out, tiling)
+    return _each_row(product, accumulator, alpha, bias, prob, dtype, out, tiling)
 
 
 def grouped_dgrad(
@@ -144,7 +145,7 @@ def grouped_dgrad(
     """
     check_accumulator(accumulator)
     product = product_of_rows("grad", grad, weights, Ragged.read(grad, offsets, counts, alignment), True, BLOCK)
-    return _each_row(RaggedRows(transposed=True), product, alpha, None, prob, dtype, out, tiling)
+    return _each_row(product, accumulator, alpha, None, prob, dtype, out, tiling)
 
 
 def grouped_wgrad(
@@ -183,10 +184,10 @@ def grouped_wgrad(
     if min(product.left.rows, product.right.rows) == 0:
         return result.zero_() if main_grad is None else result.copy_(main_grad)
     launch_gemm(
-        RaggedDepth(),
+        product.factors(accumulator),
         Linear(dtype == torch.float32, by_expert=True),
-        tiling or choose_tiling(product.columns),
-        *product.operands(),
+        product.columns,
+        tiling,
         offsets,
         counts,
         (

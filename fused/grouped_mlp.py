@@ -28,11 +28,10 @@ from moe_numerics.fused.gemm_launch import (
     Kind,
     buffers,
     check_contract,
-    choose_tiling,
     launch_gemm,
 )
 from moe_numerics.fused.gemm_operands import Ragged, check_bias, check_prob, product_of_rows
-from moe_numerics.fused.gemm_problem import BLOCK, RaggedRows, Tiling
+from moe_numerics.fused.gemm_problem import BLOCK, Tiling
 from moe_numerics.fused.hadamard import Rotation
 from moe_numerics.fused.launch import check_tensor
 from moe_numerics.fused.mxfp8 import Mxfp8
@@ -160,7 +159,7 @@ def _forward(
     if rows == 0:
         return _without_rows(results)
     launch_gemm(
-        RaggedRows(),
+        product.factors(choices.contract.accumulator),
         ActivationForward(
             Forward(choices.activation, choices.layout),
             choices.sink,
@@ -169,8 +168,8 @@ def _forward(
             choices.rotation,
             wide_bias,
         ),
-        tiling or choose_tiling(columns),
-        *product.operands(),
+        columns,
+        tiling,
         offsets,
         counts,
         (
@@ -303,7 +302,7 @@ def fc2_backward(
     if "dbias" in extras:
         parts = torch.empty((part_rows(rows, experts), inputs * hidden), dtype=torch.float32, device=device)
     launch_gemm(
-        RaggedRows(transposed=True),
+        product.factors(contract.accumulator),
         ActivationBackward(
             Backward(choices.activation, choices.layout),
             choices.sink,
@@ -312,8 +311,8 @@ def fc2_backward(
             choices.rotation,
             parts is not None,
         ),
-        tiling or choose_tiling(hidden),
-        *product.operands(),
+        hidden,
+        tiling,
         offsets,
         counts,
         (
