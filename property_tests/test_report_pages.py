@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -14,6 +15,7 @@ from report_samples import (
     ENVIRONMENT,
     failing_report,
     output_results,
+    passing_report,
     reports,
     sample,
 )
@@ -117,6 +119,23 @@ def test_markdown_tells_what_failed_and_what_was_not_checked() -> None:
     assert "unknown instruction" in text
     assert "`workspace`: 4,096 of 4,096 elements. scratch memory: its content is not specified" in text
     assert "(virtual, manual evidence)" in text
+
+
+def test_loose_bounds_are_listed_with_the_reason() -> None:
+    """Fault: a bound that explains anything shows nowhere; a short run, or a sharp bound, counts as loose."""
+    report = passing_report()
+    row = next(path for path in report.paths if path.maths == "fast")
+    (output,) = row.outputs
+    assert not wording.loose_bounds(report)
+    loose = replace(output, name="dprob", sharpness=0.049)
+    listed = replace(report, paths=(replace(row, cases=20, outputs=(loose, output)), replace(row, cases=19)))
+    ((path, found, why),) = wording.loose_bounds(listed)
+    assert (path.cases, found.name) == (20, "dprob")
+    assert "any order of its terms" in why
+    for text in (markdown.dumps(listed), html.dumps(listed)):
+        assert "Loose bounds" in text
+        assert why in text
+    assert "Loose bounds" not in markdown.dumps(report)
 
 
 @given(report=reports())

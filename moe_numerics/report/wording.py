@@ -86,6 +86,29 @@ def ratio(value: float | None) -> str:
     return f"{value:.3g}" if math.isfinite(value) else "inf"
 
 
+LOOSE = 0.05
+"""A sharpness below which a bound is called loose."""
+
+THOROUGH_CASES = 20
+"""Cases after which a sharpness says something about the bound and not about the cases."""
+
+_WHY_LOOSE = {
+    "dprob": "the bound of a sum holds in any order of its terms, whose errors cancel",
+    "dbias": "the bound of a sum holds in any order of its terms, whose errors cancel",
+    "amax": "the largest value may be any whose enclosure reaches up to it",
+}
+
+
+def loose_bounds(report: Report) -> list[tuple[PathResult, OutputResult, str]]:
+    """Outputs whose errors stayed far below their bounds over a thorough run, and why."""
+    return [
+        (path, output, _WHY_LOOSE.get(output.name, "no case came near the worst that each rounding step allows"))
+        for path in report.paths
+        for output in path.outputs
+        if path.cases >= THOROUGH_CASES and output.sharpness is not None and output.sharpness < LOOSE
+    ]
+
+
 def duration(seconds: float) -> str:
     """A time in the unit that reads best."""
     if seconds < 0.0995:
