@@ -14,9 +14,12 @@ __all__ = ["IDENTITY", "Activation", "activation"]
 
 
 class Activation(Protocol):
-    """What a kernel asks of an activation; `inputs` are `(x,)` or `(gate, up)`."""
+    """What a kernel asks of an activation; `inputs` are `(x,)` or `(gate, up)`. fast: whether it has fast maths."""
 
     inputs: ClassVar[int]
+
+    @property
+    def fast(self) -> bool: ...
 
     def evaluate(self, inputs: Sequence[Float32], target: str) -> Float32:
         """f(inputs)."""

@@ -11,6 +11,7 @@ number in the lowest bits. Magnitudes past the range, Inf and NaN give more than
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import cutlass.cute as cute
@@ -32,13 +33,18 @@ def _least(a: Uint32, b: Uint32) -> Uint32:
     return pure_ptx("min.u32 $0, $1, $2;", "=r,r,r", a, b)
 
 
-def _steps(value: Float32) -> Uint32:
-    """The code of |value| above the bits of 1.5 * 2^23; 7 for NaN."""
+def _base(factor: float) -> int:
+    """The bits of 1.5 * 2^23 / factor."""
+    return _ONES_BITS - int(math.log2(factor)) * _BINADE
+
+
+def _steps(value: Float32, factor: float) -> Uint32:
+    """The code of |value| * factor above `_base(factor)`; 7 for NaN."""
     magnitude = cute.math.absf(value)
-    by_halves = (magnitude + Float32(_ONES / 2)).bitcast(Uint32) + Uint32(_BINADE)
-    by_ones = (magnitude + Float32(_ONES + 2)).bitcast(Uint32)
-    by_twos = (magnitude + Float32(2 * _ONES + 8)).bitcast(Uint32) - Uint32(_BINADE)
-    return _least(_least(_least(by_halves, by_ones), by_twos), Uint32(_ONES_BITS + 7))
+    by_halves = (magnitude + Float32(_ONES / 2 / factor)).bitcast(Uint32) + Uint32(_BINADE)
+    by_ones = (magnitude + Float32((_ONES + 2) / factor)).bitcast(Uint32)
+    by_twos = (magnitude + Float32((2 * _ONES + 8) / factor)).bitcast(Uint32) - Uint32(_BINADE)
+    return _least(_least(_least(by_halves, by_ones), by_twos), Uint32(_base(factor) + 7))
 
 
 def _signs(values: Sequence[Float32]) -> Uint32:
@@ -49,12 +55,15 @@ def _signs(values: Sequence[Float32]) -> Uint32:
     return word
 
 
-def encode_word(values: Sequence[Float32]) -> Uint32:
-    """Codes of eight values to nearest even, saturating; NaN gives 7, as its sign is that of a computed NaN, +."""
+def encode_word(values: Sequence[Float32], factor: float = 1.0) -> Uint32:
+    """Codes of eight values times a power of two, to nearest even, saturating.
+
+    NaN gives 7, as its sign is that of a computed NaN, +.
+    """
     word = Uint32(0)
     for value in reversed(values):
-        word = word * Uint32(16) + _steps(value)
-    constant = sum(_ONES_BITS << (4 * place) for place in range(WORD))
+        word = word * Uint32(16) + _steps(value, factor)
+    constant = sum(_base(factor) << (4 * place) for place in range(WORD))
     return (word - Uint32(constant & 0xFFFFFFFF)) | (_signs(values) & Uint32(0x88888888))
 
 

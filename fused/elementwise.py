@@ -19,6 +19,7 @@ from moe_numerics.fused.activations import IDENTITY, Activation
 from moe_numerics.fused.activations import activation as twin
 from moe_numerics.fused.compilation import Compiled, compile_function, current_target
 from moe_numerics.fused.launch import check_tensor, launch
+from moe_numerics.fused.maths import FAST
 from moe_numerics.fused.memory import MaybeTensor
 from moe_numerics.fused.mxfp8 import BLOCK, Mxfp8
 from moe_numerics.fused.ragged import slot_grid
@@ -211,6 +212,7 @@ class _Variant:
     counts: bool
     prob: bool
     bias: bool
+    fast: bool
 
     def compile(self) -> Compiled:
         return compile_function(_launch, self, self._arguments)
@@ -230,7 +232,7 @@ class _Variant:
         return (
             self.op,
             self.sink,
-            current_target(),
+            current_target() + (FAST if self.fast else ""),
             fake(BFloat16, rows(), wide, align=16),
             fake(BFloat16, rows(), narrow, align=16) if backward else None,
             fake(Float32, rows(), align=4) if self.prob else None,
@@ -310,8 +312,9 @@ def _run(
         check_tensor("prob", prob, torch.float32, (rows,), device, 4)
     if bias is not None:
         check_tensor("bias", bias, torch.bfloat16, (experts, width), device, 16)
-    if contract.maths != "exact":
-        raise ValueError(f"maths is {contract.maths!r}: these kernels are compiled in exact maths")
+    fast = contract.maths == "fast"
+    if fast and not activation.fast:
+        raise ValueError(f"maths is 'fast': {type(activation).__name__} is compiled in exact maths only")
 
     dprob, dbias = (make_op is Backward and given is not None for given in (prob, bias))
     shapes = output_shapes(rows, hidden, experts, op.streams, element is not None, alignment, dprob, blocks, dbias)
@@ -334,7 +337,8 @@ def _run(
     quantizer = Bfloat16(contract.nan_policy == "propagate") if element is None else Mxfp8.of(element, contract)
     padding = contract.scale_padding if blocks.swizzled else 0
     sink = Sink(quantizer, blocks, alignment % BLOCK == 0, padding)
-    variant = _Variant(op, sink, offsets.dtype == torch.int64, counts is not None, prob is not None, bias is not None)
+    wide_offsets = offsets.dtype == torch.int64
+    variant = _Variant(op, sink, wide_offsets, counts is not None, prob is not None, bias is not None, fast)
     launch(
         variant.compile(),
         source,

@@ -8,26 +8,24 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from cutlass import Float32
-from moe_numerics.fused.exact_math import (
-    absolute,
-    clamp,
-    fma,
-    minimum,
-    sigmoid,
-    sigmoid_pair,
-    sigmoid_terms,
-    tanh,
-    tanh_terms,
-)
+from moe_numerics.fused.exact_math import absolute, clamp, fma, minimum, sigmoid_pair, tanh, tanh_terms
+from moe_numerics.fused.maths import sigmoid, sigmoid_terms
 from moe_numerics.fused.memory import select
 from moe_numerics.fused.unary_activations import Silu, Unary
 
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """An activation of gate and up; subclasses give `evaluate` and `differentiate`."""
+    """An activation of gate and up; subclasses give `evaluate` and `differentiate`.
+
+    fast: whether it has a form in fast maths.
+    """
 
     inputs: ClassVar[int] = 2
+
+    @property
+    def fast(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,10 @@ class Gated(GatedActivation):
     """activation(gate) * up."""
 
     activation: Unary = field(default_factory=Silu)
+
+    @property
+    def fast(self) -> bool:
+        return self.activation.fast
 
     def evaluate(self, inputs: Sequence[Float32], target: str) -> Float32:
         gate, up = inputs
@@ -68,6 +70,10 @@ class ClampedSwiglu(GatedActivation):
     alpha: float = 1.702
     offset: float = 1.0
 
+    @property
+    def fast(self) -> bool:
+        return True
+
     def _operands(self, gate: Float32, up: Float32) -> tuple[Float32, Float32]:
         limit = _finite(self.limit)
         clamped = gate if limit is None else minimum(gate, limit)
@@ -98,6 +104,10 @@ class StepSwiglu(GatedActivation):
     """min(silu(gate), limit) * u, u = up clamped to [-limit, limit]."""
 
     limit: float | None = 7.0
+
+    @property
+    def fast(self) -> bool:
+        return True
 
     def evaluate(self, inputs: Sequence[Float32], target: str) -> Float32:
         gate, up = inputs

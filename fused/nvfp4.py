@@ -132,14 +132,25 @@ class Nvfp4:
         return value if self.encode_scale == "reciprocal_of_divided_amax" else self._at_most(value)
 
     def encode(
-        self, values: Sequence[Float32], multiplier: Float32, random_bits: Sequence[Uint32] | None = None
+        self,
+        values: Sequence[Float32],
+        multiplier: Float32,
+        random_bits: Sequence[Uint32] | None = None,
+        factor: float = 1.0,
     ) -> list[Uint32]:
-        """E2M1 codes of value * multiplier, eight to a 32-bit word, first value in the lowest nibble."""
-        scaled = [value * multiplier for value in values]
-        if random_bits is None:
-            return [e2m1.encode_word(scaled[start : start + e2m1.WORD]) for start in range(0, len(scaled), e2m1.WORD)]
-        assert self.stochastic_bits is not None
+        """E2M1 codes of (value * factor) * multiplier, eight to a 32-bit word, first value in the lowest nibble.
+
+        The factor, a power of two up to 1, may come last: where the product without it overflows the code is 7 both
+        ways, and where the product with it underflows 0.
+        """
         words = []
+        if random_bits is None:
+            scaled = [value * multiplier for value in values]
+            for start in range(0, len(scaled), e2m1.WORD):
+                words.append(e2m1.encode_word(scaled[start : start + e2m1.WORD], factor))
+            return words
+        assert self.stochastic_bits is not None
+        scaled = [(value * Float32(factor)) * multiplier for value in values]
         for start in range(0, len(scaled), e2m1.WORD):
             word = Uint32(0)
             for place in range(e2m1.WORD):
@@ -155,15 +166,16 @@ class Nvfp4:
         scale: GlobalScale,
         multiplier: Callable[[Uint32], Float32],
         random_bits: Sequence[Uint32] | None = None,
+        factor: float = 1.0,
     ) -> tuple[Uint32, list[Uint32]]:
-        """Scale code and E2M1 codes of a block of largest magnitude `amax`.
+        """Scale code and E2M1 codes of a block, `values` times the power of two `factor`, of largest magnitude `amax`.
 
         multiplier: the multiplier of a scale code under this global scale; random_bits: of the block's elements.
         """
         if self.four_over_six is not None:
             return self._four_or_six(values, amax, scale, multiplier)
         code = self.scale_code(amax, scale)
-        return code, self.encode(values, multiplier(code), random_bits)
+        return code, self.encode(values, multiplier(code), random_bits, factor)
 
     def _four_or_six(
         self,

@@ -34,21 +34,41 @@ _LINE = 2 * WARPS + 2
 _PLANE = _WARP * _LINE + _WARP // 2
 
 
-def _load_columns(x: cute.Tensor, row: Int32, end: Int32, column: Int32, hidden: Int32) -> list[list[Uint32]]:
-    """16 rows of four neighbouring columns from `row` on, packed, as [row][pair]; rows from `end` on are zeros."""
-    rows = []
-    for i in range(BLOCK):
-        inside = row + i < end
-        nearest = cutlass.min(row + i, end - 1)
-        words = load_words(x.iterator + (Int64(nearest) * hidden + column), VECTOR // 2)
-        rows.append([select(inside, word, Uint32(0)) for word in words])
-    return rows
+@cute.jit
+def _load_rows(x: cute.Tensor, row: Int32, end: Int32, column: Int32, hidden: Int32, words: cute.Tensor) -> None:
+    """16 rows of four neighbouring columns from `row` on, packed, in registers; rows from `end` on are zeros."""
+    start = x.iterator + (Int64(row) * hidden + column)
+    if row + BLOCK <= end:
+        for i in cutlass.range_constexpr(BLOCK):
+            words[i, 0], words[i, 1] = load_words(start + cute.assume(i * hidden, divby=VECTOR), VECTOR // 2)
+    else:
+        for i in cutlass.range_constexpr(BLOCK):
+            nearest = cutlass.min(Int32(i), end - 1 - row)
+            low, high = load_words(start + cute.assume(nearest * hidden, divby=VECTOR), VECTOR // 2)
+            words[i, 0] = select(row + i < end, low, Uint32(0))
+            words[i, 1] = select(row + i < end, high, Uint32(0))
 
 
-def _column(rows: list[list[Uint32]], j: int, rotation: Any) -> list[Float32]:
-    """Column j of what `_load_columns` gave, rotated if there is a rotation."""
-    values = [unpack_bf16([words[j // 2]])[j % 2] for words in rows]
-    return values if rotation is None else rotation.apply(values)
+def _register_rows() -> cute.Tensor:
+    """Registers for what `_load_rows` gives."""
+    return cute.make_rmem_tensor((BLOCK, VECTOR // 2), Uint32)
+
+
+def _column(words: cute.Tensor, j: int, rotation: Any) -> list[Float32]:
+    """Column j of what `_load_rows` gave, rotated but for the factor if there is a rotation."""
+    values = [unpack_bf16([Uint32(words[i, j // 2])])[j % 2] for i in range(BLOCK)]
+    return values if rotation is None else rotation.sums(values)
+
+
+def _factor(rotation: Any) -> float:
+    """What `_column` leaves to be multiplied by."""
+    return 1.0 if rotation is None else rotation.factor
+
+
+def _largest(quantizer: Any, values: list[Float32], rotation: Any) -> Float32:
+    """Largest magnitude of a column that `_column` gave."""
+    largest = quantizer.largest(values)
+    return largest if _factor(rotation) == 1.0 else largest * Float32(_factor(rotation))
 
 
 @cute.kernel
@@ -71,12 +91,13 @@ def amax_kernel(
         row = first + thread // _WARP * BLOCK
         column = cute.assume(cutlass.min(column_tile * COLUMNS + VECTOR * lane, hidden - VECTOR), divby=VECTOR)
         if row < end:
-            rows = _load_columns(x, row, end, column, hidden)
+            rows = _register_rows()
+            _load_rows(x, row, end, column, hidden, rows)
             for amax, own in ((amax_plain, None), (amax_rotated, rotation)):
                 if cutlass.const_expr(amax is not None):
                     largest = Float32(0.0)
                     for j in cutlass.range_constexpr(VECTOR):
-                        largest = quantizer.magnitude_max(largest, quantizer.largest(_column(rows, j, own)))
+                        largest = quantizer.magnitude_max(largest, _largest(quantizer, _column(rows, j, own), own))
                     raise_amax(amax_cell(quantizer, amax, expert), largest, lane)
 
 
@@ -116,21 +137,22 @@ def colwise_kernel(
         if row < end:
             column = column_tile * COLUMNS + VECTOR * lane
             nearest = cute.assume(cutlass.min(column, hidden - VECTOR), divby=VECTOR)
-            rows = _load_columns(x, row, end, nearest, hidden)
+            rows = _register_rows()
+            _load_rows(x, row, end, nearest, hidden, rows)
             of_tile = Float32(0.0)
             if cutlass.const_expr(block2d):
                 for j in cutlass.range_constexpr(VECTOR):
-                    of_tile = quantizer.magnitude_max(of_tile, quantizer.largest(_column(rows, j, rotation)))
+                    of_tile = quantizer.magnitude_max(of_tile, quantizer.largest(_column(rows, j, None)))
                 for distance in cutlass.range_constexpr(2):
                     of_tile = quantizer.magnitude_max(of_tile, cute.arch.shuffle_sync_bfly(of_tile, 1 << distance))
             for j in cutlass.range_constexpr(VECTOR):
                 values = _column(rows, j, rotation)
-                largest = of_tile if block2d else quantizer.largest(values)
+                largest = of_tile if block2d else _largest(quantizer, values, rotation)
                 bits = None
                 if cutlass.const_expr(quantizer.stochastic_bits is not None):
                     bits = random_block(stream, seed, expert, row - start, column + j, quantizer.stochastic_bits)
                 code, words = quantizer.quantize(
-                    values, largest, scale, lambda code: Float32(table[code.to(Int32)]), bits
+                    values, largest, scale, lambda code: Float32(table[code.to(Int32)]), bits, _factor(rotation)
                 )
                 if cutlass.const_expr(rotation is None):
                     words = _without_rows_past(words, end - row)

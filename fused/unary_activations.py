@@ -17,12 +17,11 @@ from moe_numerics.fused.exact_math import (
     maximum,
     normal_cdf,
     normal_tail,
-    sigmoid,
     sigmoid_pair,
-    sigmoid_terms,
     tanh,
     tanh_terms,
 )
+from moe_numerics.fused.maths import sigmoid, sigmoid_terms
 from moe_numerics.fused.memory import select
 from moe_numerics.reference.exact_math import INVERSE_SQRT_2_PI, SCALE
 from moe_numerics.reference.unary_activations import (
@@ -36,9 +35,13 @@ from moe_numerics.reference.unary_activations import (
 
 @dataclass(frozen=True)
 class Unary:
-    """An activation of one input; subclasses give `value` and `gradient`."""
+    """An activation of one input; subclasses give `value` and `gradient`.
+
+    fast: whether it has a form in fast maths.
+    """
 
     inputs: ClassVar[int] = 1
+    fast: ClassVar[bool] = False
 
     def value(self, x: Float32, target: str) -> Float32:
         """f(x)."""
@@ -100,6 +103,8 @@ class Sigmoid(Unary):
 class Silu(Unary):
     """x * sigmoid(x)."""
 
+    fast: ClassVar[bool] = True
+
     def value(self, x: Float32, target: str) -> Float32:
         return x * sigmoid(x, target)
 
@@ -111,6 +116,8 @@ class Silu(Unary):
 @dataclass(frozen=True)
 class QuickGelu(Unary):
     """x * sigmoid(alpha * x)."""
+
+    fast: ClassVar[bool] = True
 
     alpha: float = 1.702
 
@@ -125,6 +132,8 @@ class QuickGelu(Unary):
 @dataclass(frozen=True)
 class Gelu(Unary):
     """The tanh form of GELU."""
+
+    fast: ClassVar[bool] = True
 
     def value(self, x: Float32, target: str) -> Float32:
         clamped = clamp(x, GELU_MIN, GELU_MAX)

@@ -12,6 +12,7 @@ from moe_numerics import bounds
 from moe_numerics.bounds import Arithmetic, BoundError, Enclosure
 from moe_numerics.cases import Case
 from moe_numerics.compare import compare_output, unchecked_output
+from moe_numerics.devices import fill_bits
 from moe_numerics.explaining import Verdict, explain_mxfp8
 from moe_numerics.findings import Finding
 from moe_numerics.operations import ActivationBackward, ActivationForward, ActivationThenNvfp4, Mxfp8Copies
@@ -72,12 +73,14 @@ def compare_bounded(
     got: Mapping[str, Tensor],
     contract: Contract,
     arithmetic: Arithmetic,
+    *,
+    filled: bool = False,
 ) -> tuple[Finding, ...]:
     """A finding for each output: a difference is explained inside the derived bound, else unexplained.
 
     Outputs of NVFP4 copies after an activation are compared with the reference of what the kernel itself wrote as
-    `out`, bit by bit. Elements that the bounds do not decide, and that differ, are unchecked. BoundError: no bounds are
-    derived for the path under this arithmetic.
+    `out`, bit by bit. Elements that the bounds do not decide, and that differ, are unchecked. filled: as for
+    `running.compare_outputs`. BoundError: no bounds are derived for the path under this arithmetic.
     """
     enclosed = enclose(path, case, contract, arithmetic)
     experts = path.experts(case)
@@ -95,7 +98,8 @@ def compare_bounded(
             continue
         enclosure = enclosed.floats.get(spec.name)
         verdict = verdicts.get(spec.name)
-        findings.append(_finding(spec, experts, expected[spec.name], got[spec.name], enclosure, verdict))
+        fill = fill_bits(got[spec.name].dtype) if filled else None
+        findings.append(_finding(spec, experts, expected[spec.name], got[spec.name], enclosure, verdict, fill))
     return tuple(findings)
 
 
@@ -106,6 +110,7 @@ def _finding(
     got: Tensor,
     enclosure: Enclosure | None,
     verdict: Verdict | None,
+    fill: int | None,
 ) -> Finding:
     skipped = 0
 
@@ -129,6 +134,7 @@ def _finding(
         format=spec.format,
         owned=spec.owned(experts),
         row_expert=spec.row_expert(experts),
+        fill=fill,
         oracle=_decided(enclosure.value, enclosure) if bounded and enclosure is not None else None,
         bound=_decided(enclosure.error, enclosure) if bounded and enclosure is not None else None,
         explains=explains if enclosure is not None or verdict is not None else None,

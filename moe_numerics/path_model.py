@@ -96,8 +96,8 @@ class Path:
     profiles: name -> the grade that its contract is offered at. layouts: those of gate and up that the path takes.
     multiple: what hidden sizes are multiples of. operands: what its matrix product multiplies, a key of
     `accumulators.ACCUMULATORS`, None without one; depth_multiple: what the size that it sums is a multiple of, else 0.
-    targets: those that its kernels are compiled for. extended: whether a run of everything on virtual GPUs leaves it
-    out, because others have the same parts and it takes seconds to compile.
+    maths: that choice of its contracts. targets: those that its kernels are compiled for. extended: whether a run of
+    everything on virtual GPUs leaves it out, because others have the same parts and it takes seconds to compile.
     """
 
     id: str
@@ -110,6 +110,7 @@ class Path:
     multiple: int = 32
     operands: str | None = None
     depth_multiple: int = 0
+    maths: str = "exact"
     targets: tuple[str, ...] = TARGETS
     extended: bool = False
 
@@ -143,7 +144,7 @@ class Path:
             raise PathError(f"profile {name!r} is unknown: expected one of {', '.join((*ALIASES, *PROFILES))}")
         if full not in self.profiles:
             raise PathError(f"{self.id} is not offered under profile {name!r}: it has {', '.join(self.profiles)}")
-        return on_target(profile(full), target, self.operands)
+        return on_target(profile(full).replace(maths=self.maths), target, self.operands)
 
     def outputs_of(self, case: Case) -> tuple[OutputSpec, ...]:
         """The outputs that this case has: dprob only where it has probabilities."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from moe_numerics.bounded import compare_bounded
+from moe_numerics.bounds import Arithmetic
 from moe_numerics.cases import Case
 from moe_numerics.compare import compare_output, unchecked_output
 from moe_numerics.devices import Device, KernelFault, fill_bits
@@ -76,11 +78,15 @@ def compare_outputs(
 def run_case(path: Path, case: Case, contract: Contract, device: Device) -> CaseResult:
     """Run the fused kernel on one case and compare every output; the device is active.
 
-    DeviceError: the path could not run.
+    Bit by bit, or in fast maths within the bounds of approximate instructions. DeviceError: the path could not run.
     """
     try:
         outcome = device.run(path, case, contract)
     except KernelFault as fault:
         return CaseResult(case, (), fault=str(fault))
     expected = expected_outputs(path, case, contract)
-    return CaseResult(case, compare_outputs(path, case, expected, outcome.outputs, filled=True), outcome.kernels)
+    if contract.maths == "fast":
+        findings = compare_bounded(path, case, expected, outcome.outputs, contract, Arithmetic("fast"), filled=True)
+    else:
+        findings = compare_outputs(path, case, expected, outcome.outputs, filled=True)
+    return CaseResult(case, findings, outcome.kernels)
