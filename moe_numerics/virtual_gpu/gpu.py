@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from .program import program
 from .ptx import Variable
 
 DEFAULT_BUDGET = 20_000_000
+# Linux's MAP_NORESERVE, which Python names from 3.12 on.
+_NORESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _ACTIVE: list[VirtualGPU] = []
 
 
@@ -81,6 +84,18 @@ class VirtualGPU:
         if made is not None and made is not before:
             self._named[made.base] = len(self._named)
         return made
+
+    def sparse(self, elements: int, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros whose pages exist once they are touched, as large as addresses allow.
+
+        For kernels that index more than 2^31 elements: an offset cut to 32 bits leaves the buffer, or lands elsewhere
+        in it. Raises ValueError for less than one element.
+        """
+        if elements <= 0:
+            raise ValueError(f"elements = {elements} must be positive")
+        size = elements * torch.empty(0, dtype=dtype).element_size()
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        return torch.frombuffer(pages, dtype=dtype)
 
     def uninitialized(self, tensor: torch.Tensor) -> None:
         """Marks a tensor's elements as never written: reading one before a store to it is an error."""
@@ -154,14 +169,14 @@ class VirtualGPU:
         prog = program(ptx, kernel, self.arch, self.schedule.fine)
         params = prog.kernel.params
         if len(args) != len(params):
-            raise error("argument", f"{len(args)} arguments, the kernel takes {len(params)}", kernel=prog.kernel.name)
+            raise error("argument", f"{len(args)} arguments, the kernel takes {len(params)}", **prog.kernel.place)
         data = bytearray(prog.param_bytes)
         for n, (param, value) in enumerate(zip(params, args, strict=True)):
             raw = self._pack(n, value, param.size)
             if len(raw) != param.size:
                 raise error(
                     "argument", f"argument {n} has {len(raw)} bytes, parameter {param.name} {param.size}",
-                    kernel=prog.kernel.name,
+                    **prog.kernel.place,
                 )  # fmt: skip
             data[param.offset : param.offset + param.size] = raw
         self.launch_raw(ptx, prog.kernel.name, _triple(grid), _triple(block), bytes(data), shared_bytes,

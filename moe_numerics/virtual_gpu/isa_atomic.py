@@ -74,14 +74,23 @@ def _keeping_add(old: Array, value: Array) -> Array:
 _GLOBAL_SUMS = {"f32": _flushing_add, "f64": _keeping_add}
 
 
+def reduction(op: str, kind: str) -> Callable[..., Array]:
+    """`operation` as the units of global memory do it."""
+    return _GLOBAL_SUMS[kind] if op == "add" and kind in _GLOBAL_SUMS else operation(op, kind)
+
+
 _INTEGER_AT = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
                "xor": np.bitwise_xor}  # fmt: skip
 
 
 def perform(
-    w: Any, i: Index, space: str, address: Array, size: int, kind: str, op: str, values: list[Array], want: bool
-) -> Array | None:
-    """Applies the operation at every thread's address; gives the values found there if wanted."""
+    w: Any, i: Index, space: str, address: Array, size: int, kind: str, op: str, values: list[Array], want: bool,
+    checked: bool = True,
+) -> Array | None:  # fmt: skip
+    """Applies the operation at every thread's address; gives the values found there if wanted.
+
+    checked: whether the race checker is told here.
+    """
     apply = operation(op, kind)
     view = VIEW[kind]
     parts = memory.locate(w, i, space, address, size)
@@ -91,7 +100,7 @@ def perform(
         items = offsets >> memory.SHIFT[size]
         if region.must_be_written and w.checkers:
             memory.check_written(w, i, region, items, size, 1, where, address)
-        if w.tracker is not None:
+        if w.tracker is not None and checked:
             w.tracker.access(w, i, where, region, offsets, size, "atomic")
         w.launch.traffic(region.space, "read", size * items.size)
         w.launch.traffic(region.space, "written", size * items.size)
@@ -103,7 +112,7 @@ def perform(
                 region.store(items, size, region.load(items, size))
             continue
         # Global memory's adders flush subnormal float32 and do not quiet a NaN of float64 (seen on an H200).
-        added = _GLOBAL_SUMS.get(kind, apply) if op == "add" and region.space == "global" else apply
+        added = reduction(op, kind) if region.space == "global" else apply
         found = _serve(w, cells, items, mine, added)
         if region.shadow is not None:
             region.store(items, size, region.load(items, size))
@@ -188,7 +197,7 @@ _INTEGER_FORMS = (
 )
 _FLOAT_FORMS = (
     "op=add type=f32|f64",
-    "op=add|min|max .noftz type=f16|bf16|f16x2|bf16x2",
+    "op=add .noftz type=f16|bf16|f16x2|bf16x2",
 )
 for _form in (*_INTEGER_FORMS, "op=cas type=b16|b32|b64", *_FLOAT_FORMS):
 

@@ -12,19 +12,16 @@ import numpy as np
 from . import memory, ptx, tensor_map
 from .asynchronous import Operation, unique_rows
 from .errors import Fault
-from .isa_atomic import operation as atomic_operation
 from .isa_mbarrier import barrier_offsets
-from .lowering import VIEW, Lowering, Read
+from .lowering import Lowering, Read
 from .memory import RANK_SHIFT, SHARED_WINDOW, Array
 from .registry import Index, Modifiers, Step, instruction
 
-_HINT = "hint?=L2::cache_hint"
-_CTA_GROUP = "group?=cta_group::1|cta_group::2"
-_LOAD = (
-    f"mode?=tile .mbarrier::complete_tx::bytes multicast?=multicast::cluster {_CTA_GROUP} {_HINT} "
-    "late?=cta_group::1|cta_group::2"
-)
-_DIMENSIONS = "dim=1d|2d|3d|4d|5d"
+HINT = "hint?=L2::cache_hint"
+_GROUPS = "cta_group::1|cta_group::2"
+_LOAD = "mode?=tile .mbarrier::complete_tx::bytes multicast?=multicast::cluster"
+DIMENSIONS = "dim=1d|2d|3d|4d|5d"
+_TENSOR_LOAD = f"cp .async .bulk .tensor {DIMENSIONS} space=shared::cta|shared::cluster .global {_LOAD}"
 
 
 def _tensor_operands(b: Lowering, operand: ptx.Operand) -> tuple[Read, list[Read]]:
@@ -50,7 +47,7 @@ def fetch_map(w: Any, address: int, thread: int) -> tensor_map.TensorMap:
     return decoded
 
 
-def _shared_span(w: Any, thread: int, address: int, size: int) -> int:
+def shared_span(w: Any, thread: int, address: int, size: int) -> int:
     """The offset in the wave's shared buffer of `size` bytes of shared memory (own or another block's)."""
     if address >= SHARED_WINDOW:
         address -= SHARED_WINDOW
@@ -73,7 +70,7 @@ def _pieces(w: Any) -> Array:
     return w.shared_region.buffer.reshape(-1, 16)
 
 
-def _snapshot(w: Any, pieces: Array) -> Callable[[], Array]:
+def snapshot(w: Any, pieces: Array) -> Callable[[], Array]:
     return lambda: _pieces(w)[pieces >> 4].copy()
 
 
@@ -96,7 +93,9 @@ def _blocks(w: Any, thread: int, mask: int | None) -> list[int]:
     return [first + r for r in range(w.launch.cluster_size) if mask >> r & 1]
 
 
-@instruction(f"cp .async .bulk .tensor {_DIMENSIONS} space=shared::cta|shared::cluster .global {_LOAD}")
+@instruction(f"{_TENSOR_LOAD} {HINT}")
+@instruction(f"{_TENSOR_LOAD} group={_GROUPS} {HINT}", features=("sm_100a",))
+@instruction(f"{_TENSOR_LOAD} {HINT} group={_GROUPS}", features=("sm_100a",))
 def tensor_load(b: Lowering, m: Modifiers) -> Step:
     destination = b.address(b.operands[0])
     map_of, coordinates = _tensor_operands(b, b.operands[1])
@@ -120,25 +119,25 @@ def tensor_load(b: Lowering, m: Modifiers) -> Step:
             if w.checkers:
                 tensor_map.check_written(w, described, at)
             _start_load(
-                w, t, described, at, int(targets[k]), int(signals[k]),
-                None if masks is None else int(masks[k]), "cta_group::2" in (m.group, m.late),
+                w, b.ins, t, described, at, int(targets[k]), int(signals[k]),
+                None if masks is None else int(masks[k]), m.group == "cta_group::2",
             )  # fmt: skip
 
     return step
 
 
 def _start_load(
-    w: Any, thread: int, described: tensor_map.TensorMap, at: tuple[int, ...], target: int, signal: int,
-    mask: int | None, paired: bool,
+    w: Any, instruction: ptx.Instruction, thread: int, described: tensor_map.TensorMap, at: tuple[int, ...],
+    target: int, signal: int, mask: int | None, paired: bool,
 ) -> None:  # fmt: skip
     size = described.box_bytes
     if target % 128:
         raise Fault("misaligned", f"a tensor copy to shared address {target:#x}, not a multiple of 128", thread, target)
-    start = _shared_span(w, thread, target, size)
+    start = shared_span(w, thread, target, size)
     pieces = spread(start, target, size, described.swizzle)
     home = (start // w.shared_stride) * w.shared_stride
     signal_home = (signal // w.shared_stride) * w.shared_stride
-    w.launch.traffic("global", "read", size)
+    w.launch.traffic("global", "read", described.copied_bytes)
     signals = []
     for block in _blocks(w, thread, mask):
         shift = 0 if mask is None else block * w.shared_stride - home
@@ -158,9 +157,9 @@ def _start_load(
     def write(data: Array) -> None:
         for where, into in signals:
             _write_pieces(w, where, data)
-            w.mbarriers.complete(into, size, thread)
+            w.mbarriers.complete(into, described.copied_bytes, thread)
 
-    w.pending.issue(Operation(lambda: tensor_map.load_box(w, described, at), write, w.current))
+    w.pending.issue(Operation(lambda: tensor_map.load_box(w, described, at), write, instruction))
 
 
 def warp_issue(w: Any, i: Index, columns: list[Array]) -> Array:
@@ -169,7 +168,8 @@ def warp_issue(w: Any, i: Index, columns: list[Array]) -> Array:
     return unique_rows([warps, *columns])
 
 
-def _store(b: Lowering, m: Modifiers, put: Callable[..., None]) -> Step:
+def tensor_writer(b: Lowering, m: Modifiers, put: Callable[..., None]) -> Step:
+    """The step of a copy from shared memory to a tensor; `put(w, tensor map, coordinates, pieces)` delivers it."""
     map_of, coordinates = _tensor_operands(b, b.operands[0])
     source = b.address(b.operands[1])
     rank = int(m.dim[0])
@@ -185,11 +185,11 @@ def _store(b: Lowering, m: Modifiers, put: Callable[..., None]) -> Step:
             if described.rank != rank:
                 raise Fault("tensor_map", f"a {rank}-dimensional copy with a tensor map of rank {described.rank}", t)
             at = tuple(int(c[k]) for c in where)
-            start = _shared_span(w, t, int(sources[k]), described.box_bytes)
+            start = shared_span(w, t, int(sources[k]), described.box_bytes)
             pieces = spread(start, int(sources[k]), described.box_bytes, described.swizzle)
-            _check_source(w, t, pieces)
+            check_source(w, t, pieces)
             w.launch.traffic("global", "written", described.box_bytes)
-            operation = Operation(_snapshot(w, pieces), functools.partial(put, w, described, at), w.current)
+            operation = Operation(snapshot(w, pieces), functools.partial(put, w, described, at), b.ins)
             if w.tracker is not None:
                 operation.done.append(w.tracker.async_read(w, t, pieces))
             same = threads[(warps == warps[k]) & (sources == sources[k])]
@@ -199,7 +199,7 @@ def _store(b: Lowering, m: Modifiers, put: Callable[..., None]) -> Step:
     return step
 
 
-def _check_source(w: Any, thread: int, pieces: Array) -> None:
+def check_source(w: Any, thread: int, pieces: Array) -> None:
     if w.checkers and w.shared_region.shadow is not None:
         known = w.shared_region.shadow.reshape(-1, 16)[pieces >> 4]
         if not known.all():
@@ -209,32 +209,20 @@ def _check_source(w: Any, thread: int, pieces: Array) -> None:
             )
 
 
-@instruction(f"cp .async .bulk .tensor {_DIMENSIONS} .global .shared::cta mode?=tile .bulk_group {_HINT}")
+@instruction(f"cp .async .bulk .tensor {DIMENSIONS} .global .shared::cta mode?=tile .bulk_group {HINT}")
 def tensor_store(b: Lowering, m: Modifiers) -> Step:
-    return _store(b, m, lambda w, d, at, data: tensor_map.store_box(w, d, at, data.reshape(-1)))
+    return tensor_writer(b, m, lambda w, d, at, data: tensor_map.store_box(w, d, at, data.reshape(-1)))
 
 
-@instruction(
-    f"cp .reduce .async .bulk .tensor {_DIMENSIONS} .global .shared::cta op=add|min|max|inc|dec|and|or|xor mode?=tile "
-    f".bulk_group {_HINT}"
-)
-def tensor_reduce(b: Lowering, m: Modifiers) -> Step:
-    def put(w: Any, described: tensor_map.TensorMap, at: tuple[int, ...], data: Array) -> None:
-        kind = tensor_map.ELEMENT_TYPE.get(described.kind, "u32")
-        tensor_map.reduce_box(w, described, at, data.reshape(-1), VIEW[kind], atomic_operation(m.op, kind))
-
-    return _store(b, m, put)
-
-
-@instruction(f"cp .async .bulk .prefetch .tensor {_DIMENSIONS} .L2 .global mode?=tile {_HINT}")
-@instruction(f"cp .async .bulk .prefetch .L2 .global {_HINT}")
+@instruction(f"cp .async .bulk .prefetch .tensor {DIMENSIONS} .L2 .global mode?=tile {HINT}")
+@instruction(f"cp .async .bulk .prefetch .L2 .global {HINT}")
 def prefetch(b: Lowering, m: Modifiers) -> Step:
     return lambda w, i: None
 
 
 @instruction(
     f"cp .async .bulk space=shared::cta|shared::cluster .global .mbarrier::complete_tx::bytes "
-    f"multicast?=multicast::cluster {_HINT}"
+    f"multicast?=multicast::cluster {HINT}"
 )
 def bulk_load(b: Lowering, m: Modifiers) -> Step:
     destination, source = b.address(b.operands[0]), b.address(b.operands[1])
@@ -248,8 +236,8 @@ def bulk_load(b: Lowering, m: Modifiers) -> Step:
         masks = None if mask is None else mask(w, i)
         for k, t in enumerate(threads.tolist()):
             n = int(sizes[k])
-            _check_bulk(t, int(targets[k]), int(sources[k]), n)
-            start = _shared_span(w, t, int(targets[k]), n)
+            check_bulk(t, int(targets[k]), int(sources[k]), n)
+            start = shared_span(w, t, int(targets[k]), n)
             base = int(sources[k])
             ends = np.array([base, base + n - 16], np.uint64)
             memory.locate(w, np.array([t, t]), "global", ends, 16)
@@ -271,7 +259,7 @@ def bulk_load(b: Lowering, m: Modifiers) -> Step:
                     w.mbarriers.complete(into, n, t)
 
             w.launch.traffic("global", "read", n)
-            w.pending.issue(Operation(functools.partial(_global_bytes, base, n), write, w.current))
+            w.pending.issue(Operation(functools.partial(_global_bytes, base, n), write, b.ins))
 
     return step
 
@@ -280,7 +268,7 @@ def _global_bytes(base: int, size: int) -> Array:
     return np.frombuffer(ctypes.string_at(base, size), np.uint8)
 
 
-def _check_bulk(thread: int, target: int, source: int, size: int) -> None:
+def check_bulk(thread: int, target: int, source: int, size: int) -> None:
     if size % 16 or target % 16 or source % 16 or size == 0:
         raise Fault(
             "misaligned",
@@ -299,16 +287,16 @@ def bulk_across(b: Lowering, m: Modifiers) -> Step:
         signals = barrier_offsets(w, i, barrier(w, i))
         for k, t in enumerate(w.index(i).tolist()):
             target, start, n = int(destination(w, i)[k]), int(source(w, i)[k]), int(size(w, i)[k])
-            _check_bulk(t, target, start, n)
-            into, origin = _shared_span(w, t, target, n), _shared_span(w, t, start, n)
+            check_bulk(t, target, start, n)
+            into, origin = shared_span(w, t, target, n), shared_span(w, t, start, n)
             pieces, signal = spread(origin, 0, n, 0), int(signals[k])
-            _check_source(w, t, pieces)
+            check_source(w, t, pieces)
 
             def write(data: Array, into: int = into, n: int = n, signal: int = signal, t: int = t) -> None:
                 _write_pieces(w, spread(into, 0, n, 0), data)
                 w.mbarriers.complete(signal, n, t)
 
-            operation = Operation(_snapshot(w, pieces), write, w.current)
+            operation = Operation(snapshot(w, pieces), write, b.ins)
             agent = w.mbarriers.get(signal, t, "a bulk copy's completion").agent
             if w.tracker is not None:
                 operation.done.append(w.tracker.async_read(w, t, pieces))
@@ -318,8 +306,8 @@ def bulk_across(b: Lowering, m: Modifiers) -> Step:
     return step
 
 
-@instruction(f"cp .async .bulk .global .shared::cta .bulk_group {_HINT}")
-def bulk_store(b: Lowering, m: Modifiers) -> Step:
+@instruction(f"cp .async .bulk .global .shared::cta .bulk_group {HINT}")
+def bulktensor_writer(b: Lowering, m: Modifiers) -> Step:
     destination, source = b.address(b.operands[0]), b.address(b.operands[1])
     size = b.full(b.read(b.operands[2], "u32"))
 
@@ -328,9 +316,9 @@ def bulk_store(b: Lowering, m: Modifiers) -> Step:
         targets, sources, sizes = destination(w, i), source(w, i), size(w, i)
         for k, t in enumerate(threads.tolist()):
             n, target = int(sizes[k]), int(targets[k])
-            _check_bulk(t, target, int(sources[k]), n)
-            pieces = spread(_shared_span(w, t, int(sources[k]), n), 0, n, 0)
-            _check_source(w, t, pieces)
+            check_bulk(t, target, int(sources[k]), n)
+            pieces = spread(shared_span(w, t, int(sources[k]), n), 0, n, 0)
+            check_source(w, t, pieces)
             one = np.array([t])
             ends = np.array([target, target + n - 16], np.uint64)
             for region, _, _ in memory.locate(w, np.array([t, t]), "global", ends, 16):
@@ -342,7 +330,7 @@ def bulk_store(b: Lowering, m: Modifiers) -> Step:
                 for region, offsets, where in memory.locate(w, np.repeat(one, words.size), "global", addresses, 8):
                     region.store(offsets >> 3, 8, words if where is None else words[where])
 
-            operation = Operation(_snapshot(w, pieces), write, w.current)
+            operation = Operation(snapshot(w, pieces), write, b.ins)
             if w.tracker is not None:
                 operation.done.append(w.tracker.async_read(w, t, pieces))
             w.launch.traffic("global", "written", n)

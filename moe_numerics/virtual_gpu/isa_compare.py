@@ -30,6 +30,7 @@ def _ordered_ne(x: Array, y: Array) -> Array:
 
 _COMBINE = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 _CMP = "cmp=eq|ne|lt|le|gt|ge|lo|ls|hi|hs|equ|neu|ltu|leu|gtu|geu|num|nan"
+_FLOAT_CMP = "cmp=eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu|num|nan"
 _CMP_TYPES = "type=b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64|f16|bf16"
 
 
@@ -42,6 +43,9 @@ def comparison(cmp: str, kind: str, ftz: bool) -> Callable[[Any, Any], Any]:
         if cmp == "ne":
             op = _ordered_ne
         decode = decoder(kind)
+        if ftz:
+            least = np.float32(2.0**-14)
+            return lambda x, y: op(*(np.where(np.abs(v) < least, np.float32(0), v) for v in (decode(x), decode(y))))
         return lambda x, y: op(decode(x), decode(y))
     if kind in ("f32", "f64"):
         if cmp == "ne":
@@ -51,8 +55,20 @@ def comparison(cmp: str, kind: str, ftz: bool) -> Callable[[Any, Any], Any]:
     return op
 
 
+def _checked(b: Lowering, m: Modifiers) -> None:
+    """Refuses comparisons that a type does not have, and flushing where there is nothing to flush."""
+    ordered = {"b": "eq ne", "s": "eq ne lt le gt ge", "u": "eq ne lt le gt ge lo ls hi hs"}.get(m.type[0], "")
+    floating = m.type in ("f16", "bf16", "f32", "f64")
+    allowed = [name for name in COMPARE if name not in ("lo", "ls", "hi", "hs")] if floating else ordered.split()
+    if m.cmp not in allowed:
+        raise b.fail(f"`{b.ins.name}`: .{m.cmp} does not compare .{m.type}; {', '.join(f'.{a}' for a in allowed)} do")
+    if m.ftz and m.type not in ("f16", "f32"):
+        raise b.fail(f"`{b.ins.name}`: .ftz does not go with .{m.type}")
+
+
 @instruction(f"setp {_CMP} combine?=and|or|xor .ftz? {_CMP_TYPES}")
 def setp(b: Lowering, m: Modifiers) -> Step:
+    _checked(b, m)
     compare = comparison(m.cmp, m.type, bool(m.ftz))
     target = b.operands[0]
     second = None
@@ -85,10 +101,20 @@ def setp(b: Lowering, m: Modifiers) -> Step:
     return combined
 
 
-@instruction(f"set {_CMP} combine?=and|or|xor .ftz? to=u32|s32|f32 {_CMP_TYPES}")
+_TRUE: dict[str, Any] = {
+    "f32": np.float32(1), "u32": np.uint32(0xFFFFFFFF), "s32": np.int32(-1), "u16": np.uint16(0xFFFF),
+    "s16": np.int16(-1), "f16": np.uint16(0x3C00), "bf16": np.uint16(0x3F80),
+}  # fmt: skip
+
+
+@instruction(f"set {_FLOAT_CMP} combine?=and|or|xor .ftz? to=u16|s16|u32|s32|f16|bf16 type=f16|bf16")
+@instruction(f"set {_CMP} combine?=and|or|xor .ftz? to=u32|s32|f32 {_CMP_TYPES.removesuffix('|f16|bf16')}")
 def set_value(b: Lowering, m: Modifiers) -> Step:
+    _checked(b, m)
+    if (m.to, m.type) == ("f16", "bf16") or (m.ftz and m.to == "bf16"):
+        raise b.fail(f"`{b.ins.name}` is no combination of types and modifiers that PTX has")
     compare = comparison(m.cmp, m.type, bool(m.ftz))
-    true = np.float32(1) if m.to == "f32" else np.uint32(0xFFFFFFFF)
+    true = _TRUE[m.to]
     zero = true.dtype.type(0)
     if m.combine:
         combine = _COMBINE[m.combine]

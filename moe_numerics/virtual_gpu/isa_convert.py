@@ -259,6 +259,62 @@ def to_scale_pair(b: Lowering, m: Modifiers) -> Step:
     return b.alu("b16", ("b32",), step)
 
 
+def _reversed(x: Array) -> Array:
+    """16 bits in the opposite order."""
+    for shift, mask in ((8, 0x00FF), (4, 0x0F0F), (2, 0x3333), (1, 0x5555)):
+        x = (x >> np.uint32(shift) & np.uint32(mask)) | (x & np.uint32(mask)) << np.uint32(shift)
+    return x
+
+
+def _stochastic(m: Modifiers, name: str, x: Array, random: Array, bits: int) -> Array:
+    if m.relu or m.late:
+        x = _relu(x)
+    return encode(x, FORMATS[name], "rs", bool(m.satfinite), random & np.uint32((1 << bits) - 1), bits)
+
+
+@instruction("cvt .rs .relu? .satfinite? late?=relu to=f16x2|bf16x2 .f32", features=("sm_100a",))
+def stochastic_half_pair(b: Lowering, m: Modifiers) -> Step:
+    """Rounds with the random bits of operand c: its upper half for a, its lower one for b.
+
+    As many of their low bits count as the format drops: 13 for f16 (so FlashInfer 0.2, mamba/conversion.cuh, for
+    normal results on sm_100a), 16 for bf16.
+    """
+    name = m.to.removesuffix("x2")
+    bits = 23 - FORMATS[name].mantissa
+
+    def step(high: Array, low: Array, random: Array) -> Array:
+        upper = _stochastic(m, name, high, random >> np.uint32(16), bits)
+        return upper << np.uint32(16) | _stochastic(m, name, low, random, bits)
+
+    return b.alu("b32", ("f32", "f32", "b32"), step)
+
+
+@instruction("cvt .rs .relu? .satfinite late?=relu to=e4m3x4|e5m2x4|e2m3x4|e3m2x4|e2m1x4 .f32", features=("sm_100a",))
+def stochastic_quad(b: Lowering, m: Modifiers) -> Step:
+    """Rounds four values with 16 random bits each: the upper half of the last operand is that of the first two values.
+
+    The first of a pair takes the bits in the opposite order (measured for e4m3 on sm_100a by kernels on public record).
+    """
+    name = m.to.removesuffix("x4")
+    width = 4 if name == "e2m1" else 8
+    values = [b.full(b.read(o, "f32")) for o in b.items(b.operands[1])]
+    random_bits = b.full(b.read(b.operands[2], "b32"))
+    write = b.write(b.operands[0], "b16" if width == 4 else "b32")
+    if len(values) != 4:
+        raise b.fail(f"`{b.ins.name}` needs four values, found {len(values)}")
+
+    def step(w: Any, i: Any) -> None:
+        random = random_bits(w, i)
+        out = np.zeros(random.shape, np.uint32)
+        for n, read in enumerate(values):
+            half = (random >> np.uint32(16 if n < 2 else 0)) & np.uint32(0xFFFF)
+            code = _stochastic(m, name, read(w, i), _reversed(half) if n % 2 == 0 else half, 16)
+            out = out << np.uint32(width) | code
+        write(w, i, out.astype(np.uint16) if width == 4 else out)
+
+    return step
+
+
 def _unpack(bits: int, values: Callable[[Array], Array], target: str, relu: bool) -> Callable[[Array], Array]:
     """Two codes of `bits` bits to a pair of 16-bit floats; both formats hold every value exactly."""
     mask = np.uint32((1 << bits) - 1)

@@ -49,7 +49,7 @@ def copy(b: Lowering, m: Modifiers) -> Step:
                     v &= mask.astype(v.dtype)
             return values
 
-        operation = Operation(read, lambda values: memory.store(w, threads, "shared", targets, wide, values), w.current)
+        operation = Operation(read, lambda values: memory.store(w, threads, "shared", targets, wide, values), b.ins)
         w.copy_groups.add(threads, operation)
         w.pending.issue(operation)
 
@@ -94,6 +94,6 @@ def copy_arrive(b: Lowering, m: Modifiers) -> Step:
                     operation.finish()
                 w.mbarriers.arrive(offset, 1, t)
 
-            w.pending.issue(Operation(lambda: None, write, w.current))
+            w.pending.issue(Operation(lambda: None, write, b.ins))
 
     return step

@@ -15,7 +15,7 @@ import numpy as np
 from . import approximate, floats
 from .lowering import Lowering
 from .memory import Array
-from .registry import Modifiers, Step, instruction
+from .registry import Index, Modifiers, Step, instruction
 
 RND = "rnd?=rn|rz|rm|rp"
 
@@ -147,12 +147,30 @@ def testp(b: Lowering, m: Modifiers) -> Step:
     return b.alu("pred", (m.type,), _CLASSES[getattr(m, "class")])
 
 
-for _name in ("ex2", "lg2", "sin", "cos", "rcp", "rsqrt", "sqrt"):
+for _name in ("ex2", "lg2", "rcp", "rsqrt", "sqrt"):
 
     @instruction(f"{_name} .approx .ftz? .f32")
     def approximation(b: Lowering, m: Modifiers, name: str = _name) -> Step:
         f = approximate.function(name, b.program.arch, bool(m.ftz))
         return b.alu("f32", ("f32",), f)
+
+
+for _name in ("sin", "cos"):
+
+    @instruction(f"{_name} .approx .ftz? .f32")
+    def unmodelled(b: Lowering, m: Modifiers, name: str = _name) -> Step:
+        """No model of silicon: the correctly rounded result, and a finding that says so."""
+        step = b.alu("f32", ("f32",), approximate.function(name, b.program.arch, bool(m.ftz)))
+
+        def noted(w: Any, i: Index) -> None:
+            if w.tracker is not None and w.count(i):
+                w.tracker.note(
+                    w, "unmodelled", f"`{b.ins.name}` gives the correctly rounded result here: what silicon gives is "
+                    "not modelled", int(w.index(i)[0]),
+                )  # fmt: skip
+            step(w, i)
+
+        return noted
 
 
 @instruction("tanh .approx .f32")
@@ -253,7 +271,7 @@ _DOUBLE: dict[str, tuple[int, Callable[..., Any]]] = {
 }  # fmt: skip
 for _name, (_count, _op) in _DOUBLE.items():
 
-    @instruction(f"{_name} .rn? .f64")
+    @instruction(f"{_name}{' .rn?' if _name in ('add', 'sub', 'mul') else ''} .f64")
     def double(b: Lowering, m: Modifiers, count: int = _count, op: Callable[..., Any] = _op) -> Step:
         return b.alu("f64", ("f64",) * count, lambda *v: _with_nan64(op(*v), *reversed(v)))
 

@@ -156,9 +156,11 @@ def absolute(b: Lowering, m: Modifiers) -> Step:
     return halves(b, m, 1, lambda c: _canonical(kind, c, c & np.uint16(0x7FFF)), raw=True)
 
 
-for _name in ("ex2", "tanh"):
+for _name, _form in (
+    ("ex2", ".approx type=f16|f16x2"), ("ex2", ".approx .ftz type=bf16|bf16x2"), ("tanh", f".approx {HALF}"),
+):  # fmt: skip
 
-    @instruction(f"{_name} .approx .ftz? {HALF}")
+    @instruction(f"{_name} {_form}")
     def approximation(b: Lowering, m: Modifiers, name: str = _name) -> Step:
         kind, _ = lanes(m.type)
         captured = approximate.of_codes(name, kind, b.program.arch)

@@ -1,17 +1,13 @@
-"""`ldmatrix`, `stmatrix`, `movmatrix` and the warp-wide `mma.sync` (PTX ISA 9.7.14)."""
+"""`ldmatrix`, `stmatrix` and `movmatrix`: 8x8 tiles of a warp (PTX ISA 9.7.14)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-import torch
-
-from moe_numerics.reference import tensor_core
 
 from . import memory
 from .errors import Fault
-from .isa_wgmma import operand
 from .lowering import Lowering
 from .memory import SHARED_WINDOW, Array
 from .registry import Index, Modifiers, Step, instruction
@@ -115,74 +111,5 @@ def movmatrix(b: Lowering, m: Modifiers) -> Step:
             half = (source >> (16 * (column % 2)).astype(np.uint32)) & np.uint32(0xFFFF)
             out = out | half << np.uint32(16 * k)
         write(w, i, out)
-
-    return step
-
-
-_MMA_K = {"bf16": (8, 16), "f16": (8, 16), "tf32": (4, 8), "e4m3": (32,), "e5m2": (32,)}
-_ELEMENT = {"bf16": 16, "f16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
-
-
-def _a_fragment(registers: list[Array], depth: int, bits: int) -> Array:
-    """Rows [warps, 16, K bytes] of A: registers alternate rows (8 apart), then K by 16 bytes' worth of lanes."""
-    each = 32 // bits
-    warps = registers[0].size // 32
-    lane = np.arange(32)
-    out = np.zeros((warps, 16, depth * bits // 8), np.uint8)
-    for r, values in enumerate(registers):
-        raw = np.ascontiguousarray(values).view(np.uint8).reshape(warps, 32, 4)
-        first = (each * (lane % 4) + (r // 2) * 4 * each) * bits // 8
-        for k in range(4):
-            out[:, lane // 4 + 8 * (r % 2), first + k] = raw[:, :, k]
-    return out
-
-
-def _b_fragment(registers: list[Array], depth: int, bits: int) -> Array:
-    """Columns [warps, 8, K bytes] of B."""
-    each = 32 // bits
-    warps = registers[0].size // 32
-    lane = np.arange(32)
-    out = np.zeros((warps, 8, depth * bits // 8), np.uint8)
-    for r, values in enumerate(registers):
-        raw = np.ascontiguousarray(values).view(np.uint8).reshape(warps, 32, 4)
-        first = (each * (lane % 4) + r * 4 * each) * bits // 8
-        for k in range(4):
-            out[:, lane // 4, first + k] = raw[:, :, k]
-    return out
-
-
-@instruction("mma .sync .aligned shape=m16n8k4|m16n8k8|m16n8k16|m16n8k32 .row .col d=f32|f16 a=bf16|f16|tf32|e4m3|e5m2 "
-             "b=bf16|f16|tf32|e4m3|e5m2 c=f32|f16", kind="sync", evidence="third party")  # fmt: skip
-def mma(b: Lowering, m: Modifiers) -> Step:
-    """One warp's product. FP8 on this unit is not the warpgroup's; its accumulation is not modelled."""
-    depth = int(m.shape[6:])
-    if depth not in _MMA_K[m.a] or m.d != m.c:
-        raise b.fail(f"`{b.ins.name}` is no shape that is modelled")
-    if m.a in ("e4m3", "e5m2"):
-        raise b.fail(f"`{b.ins.name}`: how mma.sync accumulates FP8 on {b.program.arch} is not known")
-    model = f"sm_90.{m.a}" + ("_f16acc" if m.d == "f16" else "")
-    if b.program.arch == "sm_100a":
-        model = model.replace("sm_90", "sm_100")
-    bits = _ELEMENT[m.a]
-    b.sync_mask = lambda w, i: _EVERY_LANE
-    kind = "b32"
-    writes = [b.write(o, kind) for o in b.items(b.operands[0])]
-    a_reads, b_reads, c_reads = ([b.full(b.read(o, kind)) for o in b.items(b.operands[n])] for n in (1, 2, 3))
-    lane = np.arange(32)[:, None]
-    element = np.arange(4)[None, :]
-    row, column = lane // 4 + 8 * (element // 2), 2 * (lane % 4) + element % 2
-    dtype = np.float16 if m.d == "f16" else np.float32
-
-    def step(w: Any, i: Index) -> None:
-        left = operand(m.a, _a_fragment([r(w, i) for r in a_reads], depth, bits))
-        right = operand(m.b, _b_fragment([r(w, i) for r in b_reads], depth, bits))
-        words = np.stack([r(w, i) for r in c_reads], axis=1)
-        warps = words.shape[0] // 32
-        start = np.zeros((warps, 16, 8), dtype)
-        start[:, row, column] = np.ascontiguousarray(words).view(dtype).reshape(warps, 32, 4)
-        result = tensor_core.accumulate(left, right, torch.from_numpy(start), model).numpy()
-        out = np.ascontiguousarray(result[:, row, column].reshape(warps * 32, 4)).view(np.uint32)
-        for n, write in enumerate(writes):
-            write(w, i, np.ascontiguousarray(out[:, n]))
 
     return step

@@ -12,6 +12,7 @@ from .memory import SHARED_WINDOW, Array
 from .registry import Index, Modifiers, Step, instruction
 
 _SPACE = "space?=shared|shared::cta|shared::cluster"
+_OWN = "space?=shared|shared::cta"
 _SEM = "sem?=release|acquire|relaxed"
 _SCOPE = "scope?=cta|cluster"
 
@@ -24,7 +25,7 @@ def barrier_offsets(w: Any, i: Index, address: Array) -> Array:
     return offsets
 
 
-@instruction(f"mbarrier .init {_SPACE} .b64")
+@instruction(f"mbarrier .init {_OWN} .b64")
 def init(b: Lowering, m: Modifiers) -> Step:
     address = b.address(b.operands[0])
     count = b.full(b.read(b.operands[1], "u32"))
@@ -32,12 +33,12 @@ def init(b: Lowering, m: Modifiers) -> Step:
     def step(w: Any, i: Index) -> None:
         threads = w.index(i)
         for t, offset, n in zip(threads, barrier_offsets(w, i, address(w, i)), count(w, i), strict=True):
-            w.mbarriers.init(int(offset), int(n), int(t))
+            w.mbarriers.init(int(offset), int(n), int(t), b.ins.line)
 
     return step
 
 
-@instruction(f"mbarrier .inval {_SPACE} .b64")
+@instruction(f"mbarrier .inval {_OWN} .b64")
 def inval(b: Lowering, m: Modifiers) -> Step:
     address = b.address(b.operands[0])
 
@@ -49,9 +50,9 @@ def inval(b: Lowering, m: Modifiers) -> Step:
 
 
 def arrivals(w: Any, i: Index, offsets: Array, counts: Array, expects: Array | None) -> Array:
-    """Arrivals of a fragment, grouped by barrier where they are alike; gives each thread's phase."""
+    """Arrivals of a fragment, grouped by barrier where they are alike; gives each thread's token."""
     threads = w.index(i)
-    phases = np.zeros(threads.size, np.uint64)
+    tokens = np.zeros(threads.size, np.uint64)
     announced = np.zeros_like(offsets) if expects is None else expects.astype(np.int64)
     table = np.stack((offsets, counts.astype(np.int64), announced))
     rows, inverse = np.unique(table, axis=1, return_inverse=True)
@@ -61,12 +62,13 @@ def arrivals(w: Any, i: Index, offsets: Array, counts: Array, expects: Array | N
         mine = np.flatnonzero(inverse == n)
         barrier = w.mbarriers.get(offset, int(threads[mine[0]]), "an arrival")
         if expect == 0 and count * mine.size <= barrier.pending:
-            phases[mine] = w.mbarriers.arrive(offset, count * mine.size, int(threads[mine[0]]), 0, threads[mine])
+            first = w.mbarriers.arrive(offset, count * mine.size, int(threads[mine[0]]), 0, threads[mine])
+            tokens[mine] = first - 2 * count * np.arange(mine.size)
             continue
         # Arrivals that may cross a phase, or announce bytes, count one after the other.
         for k in mine:
-            phases[k] = w.mbarriers.arrive(offset, count, int(threads[k]), expect)
-    return phases
+            tokens[k] = w.mbarriers.arrive(offset, count, int(threads[k]), expect)
+    return tokens
 
 
 def _arrive(b: Lowering, m: Modifiers, expects: bool, drop: bool) -> Step:
@@ -85,9 +87,9 @@ def _arrive(b: Lowering, m: Modifiers, expects: bool, drop: bool) -> Step:
         if drop:
             for t, offset, n in zip(w.index(i), offsets, counts, strict=True):
                 w.mbarriers.get(int(offset), int(t), "arrive_drop").expected -= int(n)
-        phases = arrivals(w, i, offsets, counts, None if size is None else size(w, i))
+        tokens = arrivals(w, i, offsets, counts, None if size is None else size(w, i))
         if write is not None:
-            write(w, i, phases)
+            write(w, i, tokens)
 
     return step
 
@@ -138,12 +140,13 @@ def complete(b: Lowering, m: Modifiers) -> Step:
 
 @instruction("mbarrier .pending_count .b64")
 def pending_count(b: Lowering, m: Modifiers) -> Step:
-    raise b.fail("mbarrier.pending_count needs the encoding of a phase token, which is not modelled")
+    """The arrivals that were pending before the one that gave the token."""
+    return b.alu("u32", ("b64",), lambda token: (token >> np.uint64(1)).astype(np.uint32))
 
 
 for _kind in ("try_wait", "test_wait"):
 
-    @instruction(f"mbarrier .{_kind} .parity? {_SEM} {_SCOPE} {_SPACE} .b64", kind="blocking")
+    @instruction(f"mbarrier .{_kind} .parity? {_SEM} {_SCOPE} {_OWN} .b64", kind="blocking")
     def wait(b: Lowering, m: Modifiers, parks: bool = _kind == "try_wait") -> Step:
         """A try_wait parks its threads until the phase completes; when nothing else can happen it gives up."""
         write = b.write(b.operands[0], "pred")

@@ -10,8 +10,12 @@ from . import memory, ptx
 from .lowering import VIEW, Lowering
 from .registry import Index, Modifiers, Step, instruction
 
-_TYPES = "type=b8|u8|s8|b16|u16|s16|b32|u32|s32|b64|u64|s64|f32|f64|f16|bf16"
+_TYPES = "type=b8|u8|s8|b16|u16|s16|b32|u32|s32|b64|u64|s64|f32|f64"
+_WIDE = "type=b32|u32|s32|f32"
 _SPACES = "global|shared|shared::cta|shared::cluster|local|const|param|param::entry"
+_STORED = "global|shared|shared::cta|shared::cluster|local|param"
+_LOADED = "sem?=weak|relaxed|acquire|volatile|mmio"
+_WRITTEN = "sem?=weak|relaxed|release|volatile|mmio"
 _SCOPE = "scope?=cta|cluster|gpu|sys"
 _LEVEL = (
     "l1?=L1::evict_normal|L1::evict_unchanged|L1::evict_first|L1::evict_last|L1::no_allocate "
@@ -26,9 +30,10 @@ def space_of(name: str | None) -> str:
     return "generic" if name is None else _SPACE_OF[name]
 
 
+@instruction(f"ld {_LOADED} {_SCOPE} space?={_SPACES} .nc? cop?=ca|cg|cs|lu|cv {_LEVEL} vec?=v2|v4 {_TYPES}")
 @instruction(
-    f"ld sem?=weak|relaxed|acquire|volatile|mmio {_SCOPE} space?={_SPACES} .nc? cop?=ca|cg|cs|lu|cv {_LEVEL} "
-    f"vec?=v2|v4|v8 {_TYPES}"
+    f"ld {_LOADED} {_SCOPE} space?=global .nc? cop?=ca|cg|cs|lu|cv {_LEVEL} vec=v8 {_WIDE}",
+    features=("sm_100a",),
 )
 def load(b: Lowering, m: Modifiers) -> Step:
     space = space_of(m.space)
@@ -61,6 +66,15 @@ def _load_param(b: Lowering, m: Modifiers, writes: list[Any]) -> Step:
     size = view.itemsize
     if not isinstance(operand, ptx.Address):
         raise b.fail("ld.param needs an address")
+    if isinstance(operand.base, ptx.Symbol) and operand.base.name in b.program.local_offsets:
+        read = b.address(operand)
+
+        def private(w: Any, i: Index) -> None:
+            """A parameter of a call, which is the thread's own."""
+            for write, values in zip(writes, memory.load(w, i, "local", read(w, i), size, len(writes)), strict=True):
+                write(w, i, values.view(view))
+
+        return private
     params = {p.name: p for p in b.program.kernel.params}
     if isinstance(operand.base, ptx.Symbol) and operand.base.name in params:
         param = params[operand.base.name]
@@ -84,14 +98,19 @@ def _load_param(b: Lowering, m: Modifiers, writes: list[Any]) -> Step:
     return indexed
 
 
+@instruction(f"st {_WRITTEN} {_SCOPE} space?={_STORED} cop?=wb|cg|cs|wt {_LEVEL} vec?=v2|v4 {_TYPES}")
 @instruction(
-    f"st sem?=weak|relaxed|release|volatile|mmio {_SCOPE} space?={_SPACES} cop?=wb|cg|cs|wt {_LEVEL} vec?=v2|v4|v8 "
-    f"{_TYPES}"
+    f"st {_WRITTEN} {_SCOPE} space?=global cop?=wb|cg|cs|wt {_LEVEL} vec=v8 {_WIDE}",
+    features=("sm_100a",),
 )
 def store(b: Lowering, m: Modifiers) -> Step:
     space = space_of(m.space)
     if space == "param":
-        raise b.fail("stores to parameters are not supported")
+        target = b.operands[0]
+        base = target.base if isinstance(target, ptx.Address) else None
+        if not isinstance(base, ptx.Symbol) or base.name not in b.program.local_offsets:
+            raise b.fail(f"`{b.ins.name}` stores to the parameters of a call only")
+        space = "local"
     address = b.address(b.operands[0])
     sources = b.items(b.operands[1])
     count = int(m.vec[1:]) if m.vec else 1
@@ -123,7 +142,7 @@ def hint(b: Lowering, m: Modifiers) -> Step:
 
 @instruction("createpolicy .fractional primary=L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged "
              "secondary?=L2::evict_first|L2::evict_unchanged .b64")  # fmt: skip
-@instruction("createpolicy .range primary=L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged "
+@instruction("createpolicy .range .global? primary=L2::evict_last|L2::evict_normal|L2::evict_first|L2::evict_unchanged "
              "secondary?=L2::evict_first|L2::evict_unchanged .b64")  # fmt: skip
 @instruction("createpolicy .cvt .L2 .b64")
 def policy(b: Lowering, m: Modifiers) -> Step:

@@ -51,9 +51,9 @@ def alloc(b: Lowering, m: Modifiers) -> Step:
             k = int(np.searchsorted(threads, t))
             block, wanted = int(w.block[t]), int(columns[k])
             if m.group == "cta_group::2":
-                start = w.tensor_memory.allocate_pair(block, blocks_of(w, t, m.group)[0], wanted, t, w.line)
+                start = w.tensor_memory.allocate_pair(block, blocks_of(w, t, m.group)[0], wanted, t, b.ins.line)
             else:
-                start = w.tensor_memory.allocate(block, wanted, t, w.line)
+                start = w.tensor_memory.allocate(block, wanted, t, b.ins.line)
             one = np.array([t])
             ((region, offsets, _),) = locate(w, one, "shared", where[k : k + 1], 4)
             if w.tracker is not None:
@@ -255,7 +255,7 @@ def copy(b: Lowering, m: Modifiers) -> Step:
                     w.tensor_memory.words[block, :, column : column + width // 4] = words
                     w.tensor_memory.written[block, :, column : column + width // 4] = True
 
-            operation = Operation(read, write, w.current)
+            operation = Operation(read, write, b.ins)
             if w.tracker is not None:
                 for block in blocks:
                     operation.done.append(w.tracker.async_read(w, t, where.reshape(-1) + block * w.shared_stride))
@@ -303,7 +303,7 @@ def commit(b: Lowering, m: Modifiers) -> Step:
                 for target in targets:
                     w.mbarriers.arrive(target, 1, t)
 
-            operation = Operation(lambda: None, write, w.current)
+            operation = Operation(lambda: None, write, b.ins)
             w.tensor_queues[t].append(operation)
             w.pending.issue(operation)
 

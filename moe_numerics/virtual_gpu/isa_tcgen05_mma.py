@@ -6,7 +6,6 @@ CUTLASS's kernels use; no silicon was involved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +44,15 @@ class Product:
     scale_id_b: int
 
     @property
-    def row_bytes(self) -> int:
-        return 32
+    def spread(self) -> bool:
+        """Whether 16 elements take 16 bytes whatever their width, as in kinds that mix 8-, 6- and 4-bit formats."""
+        return "f8f6f4" in self.model
 
 
-_F8 = {0: "e4m3", 1: "e5m2"}
+_F8F6F4 = {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"}
+_CODE_BITS = {"e4m3": 8, "e5m2": 8, "e2m3": 6, "e3m2": 6, "e2m1": 4}
+# In the kinds of E2M1 alone two codes are packed in a byte.
+ELEMENT_BYTES = {"bf16": 2, "f16": 2, "tf32": 4, **dict.fromkeys(_CODE_BITS, 1)}
 
 
 def product(kind: str, scaled: bool, bits: int, block: int, thread: int) -> Product:
@@ -65,13 +68,18 @@ def product(kind: str, scaled: bool, bits: int, block: int, thread: int) -> Prod
             "descriptor", f"instruction descriptor {bits:#010x}: sparsity and saturation are not modelled", thread
         )
     if kind in ("mxf8f6f4", "f8f6f4"):
-        names = {**_F8}
-        if a not in names or b not in names:
-            raise Fault("descriptor", f"instruction descriptor {bits:#010x}: 4- and 6-bit operands of {kind} are not "
-                        "modelled", thread)  # fmt: skip
-        a_name, b_name = names[a], names[b]
+        if a not in _F8F6F4 or b not in _F8F6F4:
+            raise Fault("descriptor", f"instruction descriptor {bits:#010x}: operand types {a} and {b}", thread)
+        a_name, b_name = _F8F6F4[a], _F8F6F4[b]
+        for name, transposed in ((a_name, field(15, 1)), (b_name, field(16, 1))):
+            if transposed and _CODE_BITS[name] < 8:
+                raise Fault(
+                    "descriptor", f"instruction descriptor {bits:#010x}: MN-major {name} is not modelled", thread
+                )
     elif kind in ("mxf4", "mxf4nvf4"):
         a_name = b_name = "e2m1"
+        if field(15, 2):
+            raise Fault("descriptor", f"instruction descriptor {bits:#010x}: {kind} has no transposed operands", thread)
     elif kind == "tf32":
         a_name = b_name = "tf32"
     else:
@@ -114,9 +122,20 @@ def accumulator(p: Product, paired: bool) -> tuple[Array, Array, int]:
     return r // 16 * 32 + r % 16 + 0 * c, c + 0 * r, rows
 
 
-def _tile(w: Any, block: int, described: Descriptor, rows: int, kind: str, transposed: bool, thread: int) -> Array:
-    raw = read_tile(w, block, pieces(described, rows, 32, transposed), thread)
+def _tile(
+    w: Any, block: int, described: Descriptor, rows: int, kind: str, transposed: bool, spread: bool, thread: int
+) -> Array:
+    raw = read_tile(w, block, pieces(described, rows, 32, transposed, ELEMENT_BYTES[kind]), thread)
+    if spread and _CODE_BITS[kind] < 8:
+        return _gathered(raw.reshape(rows, -1, 16), _CODE_BITS[kind])
     return shared_operand(raw, kind, transposed)
+
+
+def _gathered(groups: Array, width: int) -> Array:
+    """Codes [rows, 16 * groups], one a byte, from groups of 16 bytes that begin with 16 packed codes."""
+    packed = np.unpackbits(groups[..., : 2 * width], axis=-1, bitorder="little")
+    bits = packed.reshape(groups.shape[0], -1, width).astype(np.uint8)
+    return np.asarray((bits << np.arange(width, dtype=np.uint8)).sum(axis=-1), np.uint8)
 
 
 def _scales(w: Any, block: int, address: int, rows: int, p: Product, identity: int, thread: int) -> Array:
@@ -133,9 +152,9 @@ def _scales(w: Any, block: int, address: int, rows: int, p: Product, identity: i
     return codes
 
 
-def _codes(raw: Array, kind: str) -> torch.Tensor:
+def _codes(raw: Array, kind: str, spread: bool) -> torch.Tensor:
     """Operand values or codes, one each: packed 4-bit codes are taken apart."""
-    if kind != "e2m1":
+    if spread or kind != "e2m1":
         return operand(kind, raw)
     both = np.stack((raw & 15, raw >> 4), axis=-1)
     return torch.from_numpy(np.ascontiguousarray(both.reshape(*raw.shape[:-1], -1)))
@@ -181,7 +200,7 @@ def _mma(b: Lowering, m: Modifiers, kind: str, scaled: bool, block_size: int) ->
             d, a_bits, b_bits, bits = (int(c[k]) for c in columns[:4])
             p = product(kind, scaled, bits, block_size, t)
             _issue(
-                w, t, p, d, a_bits, b_bits, from_tensor, bool(columns[4][k]), tuple(int(s[k]) for s in scales),
+                w, b.ins, t, p, d, a_bits, b_bits, from_tensor, bool(columns[4][k]), tuple(int(s[k]) for s in scales),
                 [int(o[k]) for o in off], blocks_of(w, t, m.group), paired,
             )  # fmt: skip
 
@@ -189,8 +208,8 @@ def _mma(b: Lowering, m: Modifiers, kind: str, scaled: bool, block_size: int) ->
 
 
 def _issue(
-    w: Any, thread: int, p: Product, target: int, a_bits: int, b_bits: int, from_tensor: bool, adds: bool,
-    scales: tuple[int, ...], off: list[int], blocks: list[int], paired: bool,
+    w: Any, ins: ptx.Instruction, thread: int, p: Product, target: int, a_bits: int, b_bits: int, from_tensor: bool,
+    adds: bool, scales: tuple[int, ...], off: list[int], blocks: list[int], paired: bool,
 ) -> None:  # fmt: skip
     lane, column, rows = accumulator(p, paired)
     start = target & 0xFFFF
@@ -206,12 +225,16 @@ def _issue(
         for o in earlier:
             if o.chain is None:
                 o.finish()
-        right = np.concatenate([_tile(w, block, b_tile, b_rows, p.b, p.transpose_b, thread) for block in blocks])
+        right = np.concatenate(
+            [_tile(w, block, b_tile, b_rows, p.b, p.transpose_b, p.spread, thread) for block in blocks]
+        )
         left = []
         for block in blocks:
             if a_tile is not None:
-                left.append(_tile(w, block, a_tile, rows, p.a, p.transpose_a, thread))
+                left.append(_tile(w, block, a_tile, rows, p.a, p.transpose_a, p.spread, thread))
                 continue
+            if p.spread and _CODE_BITS[p.a] < 8:
+                raise Fault("descriptor", f"operand A of {p.a} in tensor memory is not modelled", thread)
             for o in earlier:
                 o.finish()
             at = a_bits & 0xFFFF
@@ -252,14 +275,15 @@ def _issue(
             words[where] = result
             w.tensor_memory.written[block, lane, column + start] = True
 
-    operation = Operation(read, write, w.current)
+    operation = Operation(read, write, ins)
     operation.chain = Chain(p, target, tuple(blocks), adds)
     if w.tracker is not None:
         span = np.arange(start, start + width)
         for block in blocks:
-            for described, count, transposed in ((a_tile, rows, p.transpose_a), (b_tile, b_rows, p.transpose_b)):
+            sides = (a_tile, rows, p.transpose_a, p.a), (b_tile, b_rows, p.transpose_b, p.b)
+            for described, count, transposed, kind in sides:
                 if described is not None:
-                    where = pieces(described, count, 32, transposed).reshape(-1)
+                    where = pieces(described, count, 32, transposed, ELEMENT_BYTES[kind]).reshape(-1)
                     check_bounds(w, where, thread)
                     where = where + block * w.shared_stride
                     operation.done.append(w.tracker.async_read(w, thread, where))
@@ -269,21 +293,20 @@ def _issue(
     w.pending.issue(operation, "product")
 
 
+def _negated(x: torch.Tensor, kind: str, negate: bool) -> torch.Tensor:
+    if not negate:
+        return x
+    return x ^ (1 << (_CODE_BITS[kind] - 1)) if kind in _CODE_BITS else -x
+
+
 def _multiply(p: Product, steps: list[dict[str, Any]], n: int, before: Array | None) -> Array:
     """The accumulator words of one block after the products of `steps` in order."""
-    a = _codes(np.concatenate([s["a"][n] for s in steps], axis=-1), p.a)
-    b = _codes(np.concatenate([s["b"] for s in steps], axis=-1), p.b)
-    for negate, which in ((p.negate_a, "a"), (p.negate_b, "b")):
-        if negate:
-            kind = p.a if which == "a" else p.b
-            flip: Callable[[torch.Tensor], torch.Tensor] = {
-                "e2m1": lambda x: x ^ 8, "e4m3": lambda x: x ^ 0x80, "e5m2": lambda x: x ^ 0x80
-            }.get(kind, torch.neg)  # fmt: skip
-            a, b = (flip(a), b) if which == "a" else (a, flip(b))
+    a = _negated(_codes(np.concatenate([s["a"][n] for s in steps], axis=-1), p.a, p.spread), p.a, p.negate_a)
+    b = _negated(_codes(np.concatenate([s["b"] for s in steps], axis=-1), p.b, p.spread), p.b, p.negate_b)
     c = None
     if before is not None:
         c = torch.from_numpy(before.astype(np.uint16).view(np.float16) if p.half else before.view(np.float32))
-    named = p.a in ("e4m3", "e5m2", "e2m1")
+    named = p.a in _CODE_BITS
     extra: dict[str, Any] = {}
     if "sa" in steps[0]:
         extra = {

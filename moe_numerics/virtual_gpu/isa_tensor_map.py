@@ -62,7 +62,7 @@ def replace(b: Lowering, m: Modifiers) -> Step:
             bits(2, 4, 3, new)
         elif m.field == "swizzle_mode":
             bits(2, 13, 2, new)
-        elif m.field == "elemtype":
+        elif m.field == "elemtype" and np.all((new < 8) | (new == 10)):
             bits(2, 7, 4, new)
         elif np.any(new != (1 if m.field == "element_stride" else 0)):
             raise Fault(

@@ -51,7 +51,7 @@ def shared_operand(raw: Array, kind: str, transposed: bool) -> Array:
     """Bytes [rows, K bytes] of a tile's pieces [rows, K pieces, 16] or, transposed, [K, row pieces, 16]."""
     if not transposed:
         return raw.reshape(raw.shape[0], -1)
-    elements = raw.reshape(raw.shape[0], -1).view(np.uint16)
+    elements = raw.reshape(raw.shape[0], -1).view(f"u{_BITS[kind] // 8}")
     return np.ascontiguousarray(elements.T).view(np.uint8)
 
 
@@ -169,7 +169,7 @@ def mma(b: Lowering, m: Modifiers) -> Step:
             for n, put in enumerate(writes):
                 put(w, i, out[n])
 
-        operation = Operation(read, write, w.current)
+        operation = Operation(read, write, b.ins)
         operation.chain = keep
         _note_reads(w, shape, threads, a_bits, b_bits, transpose_a, transpose_b, operation.done)
         w.wgmma_groups.add(threads[::32], operation)

@@ -69,29 +69,29 @@ class Launch:
         return MULTIPROCESSORS.get(self.program.arch, 132)
 
     def __post_init__(self) -> None:
-        name = self.program.kernel.name
+        where = self.program.kernel.place
         if any(n < 0 for n in self.grid) or self.grid[0] > 2**31 - 1 or max(self.grid[1:]) > 65535:
-            raise error("launch", f"grid {self.grid} is not possible", kernel=name)
+            raise error("launch", f"grid {self.grid} is not possible", **where)
         threads = int(np.prod(self.block))
         if not 1 <= threads <= 1024 or self.block[2] > 64:
-            raise error("launch", f"block {self.block} has {threads} threads; 1 to 1024 are possible", kernel=name)
+            raise error("launch", f"block {self.block} has {threads} threads; 1 to 1024 are possible", **where)
         required = self.program.kernel.directives.get("reqntid")
         if required and (*required, 1, 1)[:3] != tuple(self.block):
-            raise error("launch", f"block {self.block} is not the .reqntid {required} of the kernel", kernel=name)
+            raise error("launch", f"block {self.block} is not the .reqntid {required} of the kernel", **where)
         most = self.program.kernel.directives.get("maxntid")
         if most and threads > int(np.prod(most)):
-            raise error("launch", f"{threads} threads a block are more than .maxntid {most}", kernel=name)
+            raise error("launch", f"{threads} threads a block are more than .maxntid {most}", **where)
         if any(g % c for g, c in zip(self.grid, self.cluster, strict=True)) or self.cluster_size > 16:
-            raise error("launch", f"grid {self.grid} is not a multiple of cluster {self.cluster}", kernel=name)
+            raise error("launch", f"grid {self.grid} is not a multiple of cluster {self.cluster}", **where)
         shared = dynamic_start(self.program) - SHARED_START + self.shared_bytes
         if shared > SHARED_LIMIT:
             raise error(
                 "launch", f"{shared} bytes of shared memory are more than the {SHARED_LIMIT} of {self.program.arch}",
-                kernel=name,
+                **where,
             )  # fmt: skip
         wanted = self.program.param_bytes
         if len(self.arguments) != wanted:
-            raise error("launch", f"{len(self.arguments)} bytes of arguments, the kernel takes {wanted}", kernel=name)
+            raise error("launch", f"{len(self.arguments)} bytes of arguments, the kernel takes {wanted}", **where)
         # The parameter block has a real address: tensor maps are read from it through generic pointers.
         self.races = Races(self) if self.checkers else None
         self._raw = ctypes.create_string_buffer(max(wanted, 1) + 128)

@@ -46,7 +46,6 @@ class Waiter:
     resume: int
     phase: Array
     write: Callable[[Index, Array], None]
-    line: int = 0
 
 
 @dataclass
@@ -75,7 +74,7 @@ class Mbarriers:
     def address(self, offset: int) -> int:
         return offset % self.w.shared_stride
 
-    def init(self, offset: int, count: int, thread: int) -> None:
+    def init(self, offset: int, count: int, thread: int, line: int) -> None:
         w = self.w
         if not 1 <= count <= MOST_ARRIVALS:
             raise Fault("mbarrier", f"an mbarrier for {count} arrivals: 1 to {MOST_ARRIVALS} are possible", thread)
@@ -86,7 +85,7 @@ class Mbarriers:
                 raise Fault("mbarrier", "an mbarrier is initialised over another one", thread, self.address(offset))
         known = self.objects.get(offset)
         agent = known.agent if known is not None else (w.tracker.agent() if w.tracker is not None else -1)
-        self.objects[offset] = Mbarrier(offset, count, count, agent=agent, line=w.line)
+        self.objects[offset] = Mbarrier(offset, count, count, agent=agent, line=line)
         w.shared_region.store(np.array([offset >> 3]), 8, np.uint64(0))
         if w.tracker is not None:
             w.tracker.barrier_object(offset, thread)
@@ -96,12 +95,13 @@ class Mbarriers:
         del self.objects[offset]
 
     def arrive(self, offset: int, count: int, thread: int, expect: int = 0, threads: Array | None = None) -> int:
-        """`count` arrivals after `expect` more bytes were announced; gives the phase they belong to.
+        """`count` arrivals after `expect` more bytes were announced; gives the token of the state before them.
 
-        threads: all threads that arrive, for the race checker.
+        threads: all threads that arrive, for the race checker. A token is opaque to kernels: here bit 0 is the phase's
+        parity, above it are the arrivals that were pending.
         """
         m = self.get(offset, thread, "an arrival")
-        phase = m.phase
+        token = m.phase & 1 | m.pending << 1
         m.transactions += expect
         if count > m.pending:
             raise Fault(
@@ -116,7 +116,7 @@ class Mbarriers:
         m.pending -= count
         self.events += 1
         self._flip(m)
-        return phase
+        return token
 
     def expect(self, offset: int, size: int, thread: int) -> None:
         self.get(offset, thread, "expect_tx").transactions += size
@@ -186,7 +186,7 @@ class Mbarriers:
         for offset in np.unique(offsets[~done]):
             mine = ~done & (offsets == offset)
             self.waiters.setdefault(int(offset), []).append(
-                Waiter(instruction, threads[mine], w.resume, parity[mine], write, w.line)
+                Waiter(instruction, threads[mine], w.resume, parity[mine], write)
             )
         return [go]
 

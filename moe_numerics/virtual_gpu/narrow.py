@@ -53,11 +53,19 @@ FORMATS = {
 }
 
 
-def encode(x: npt.NDArray[np.float32], fmt: Format, mode: str = "rn", satfinite: bool = False) -> U32:
+def encode(
+    x: npt.NDArray[np.float32],
+    fmt: Format,
+    mode: str = "rn",
+    satfinite: bool = False,
+    random: U32 | None = None,
+    random_bits: int = 0,
+) -> U32:
     """The codes of float32 values, as uint32.
 
-    mode: rn (ties to even), rna (ties away), rz, rm, rp. satfinite: values past the maximum, infinities included,
-    become the maximum with their sign; without it they overflow to infinity (rz: to the maximum).
+    mode: rn (ties to even), rna (ties away), rz, rm, rp, rs (away from zero where the upper `random_bits` of the bits
+    that are dropped, plus `random`, carry). satfinite: values past the maximum, infinities included, become the maximum
+    with their sign; without it they overflow to infinity (rz: to the maximum).
     """
     u = x.view(np.uint32)
     magnitude = u & np.uint32(0x7FFFFFFF)
@@ -68,7 +76,8 @@ def encode(x: npt.NDArray[np.float32], fmt: Format, mode: str = "rn", satfinite:
     normal = field > 0
     significand = significand | (normal.astype(np.uint32) << np.uint32(23))
     e = np.maximum(field, np.uint32(1)).astype(np.int32) - (127 - fmt.bias)
-    shift = np.minimum(drop + np.maximum(1 - e, 0), 25).astype(np.uint32)
+    dropped = drop + np.maximum(1 - e, 0)
+    shift = np.minimum(dropped, 25).astype(np.uint32)
     kept = significand >> shift
     rest = significand & ((np.uint32(1) << shift) - np.uint32(1))
     if mode in ("rn", "rna"):
@@ -76,6 +85,10 @@ def encode(x: npt.NDArray[np.float32], fmt: Format, mode: str = "rn", satfinite:
         up = (rest > half) | ((rest == half) & (((kept & np.uint32(1)) == 1) | (mode == "rna")))
     elif mode == "rz":
         up = np.zeros(x.shape, bool)
+    elif mode == "rs":
+        surplus = dropped - random_bits
+        upper = rest >> np.clip(surplus, 0, 31).astype(np.uint32) << np.clip(-surplus, 0, 31).astype(np.uint32)
+        up = (upper + random) >> np.uint32(random_bits) > 0
     else:
         up = (rest > 0) & (negative if mode == "rm" else ~negative)
     code = ((np.maximum(e, 1) - 1).astype(np.uint32) << np.uint32(fmt.mantissa)) + kept + up.astype(np.uint32)

@@ -44,6 +44,7 @@ class Program:
 
     async_registers: registers that asynchronous instructions write.
     unproved: registers that some path may read before it wrote them; only these carry a shadow at run time.
+    undefined: registers that no instruction writes.
     shared_offsets, local_offsets: where variables lie; static_shared, local_bytes: how much they need.
     """
 
@@ -53,6 +54,7 @@ class Program:
     fine: bool
     segments: list[Segment] = field(default_factory=list)
     unproved: frozenset[int] = frozenset()
+    undefined: frozenset[int] = frozenset()
     shared_offsets: dict[str, int] = field(default_factory=dict)
     local_offsets: dict[str, int] = field(default_factory=dict)
     static_shared: int = 0
@@ -237,7 +239,7 @@ def _place_variables(program: Program) -> None:
             shared = -(-shared // v.alignment) * v.alignment
             program.shared_offsets[v.name] = shared
             shared += v.size
-        elif v.space == "local":
+        elif v.space in ("local", "param"):
             local = -(-local // v.alignment) * v.alignment
             program.local_offsets[v.name] = local
             local += v.size
@@ -265,6 +267,8 @@ def lower(module: ptx.Module, kernel: ptx.Kernel, arch: str, fine: bool) -> Prog
     built = _build(program)
     starts = _leaders(program, built)
     program.unproved = _unproved(program, built, starts)
+    written = {r for b in built for r in b.lowering.writes}
+    program.undefined = frozenset(range(len(kernel.registers))) - written
     if program.unproved or program.async_registers:
         built = _build(program)
     number = {s: k for k, s in enumerate(starts)}
@@ -343,7 +347,8 @@ def _check_target(module: ptx.Module, arch: str) -> None:
     digits = "".join(c for c in target if c.isdigit())
     mine = "".join(c for c in arch if c.isdigit())
     exact = target[-1:] in "af" and not target[-1:].isdigit()
+    where = {"line": module.target_line, "text": module.text.splitlines()[module.target_line - 1].strip()}
     if not target.startswith("sm_") or not digits:
-        raise error("unknown_target", f".target {target} is not known", line=1)
+        raise error("unknown_target", f".target {target} is not known", **where)
     if int(digits) > int(mine) or (exact and target.rstrip("f") != arch and int(digits) != int(mine)):
-        raise error("unavailable", f"PTX for {target} cannot run on a virtual {arch}")
+        raise error("unavailable", f"PTX for {target} cannot run on a virtual {arch}", **where)

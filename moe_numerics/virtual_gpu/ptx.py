@@ -6,6 +6,7 @@ Terms: PTX ISA, sections 4 (Syntax), 5 (State Spaces, Types and Variables) and 6
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 TYPE_BYTES = {
     "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2,
@@ -134,9 +135,14 @@ class Param:
 
 @dataclass
 class Kernel:
-    """An `.entry`: parameters, registers (bytes of each; 0 is a predicate), variables, code."""
+    """An `.entry`: parameters, registers (bytes of each; 0 is a predicate), variables, code.
+
+    line, text: where it begins.
+    """
 
     name: str
+    line: int = 0
+    text: str = ""
     params: tuple[Param, ...] = ()
     registers: list[int] = field(default_factory=list)
     register_names: list[str] = field(default_factory=list)
@@ -146,13 +152,19 @@ class Kernel:
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
+    @property
+    def place(self) -> dict[str, Any]:
+        """What an error of a launch says about the kernel."""
+        return {"kernel": self.name, "line": self.line, "text": self.text}
+
 
 @dataclass(frozen=True)
 class Module:
-    """A PTX module."""
+    """A PTX module. target_line: the line of its `.target`."""
 
     version: str
     target: str
+    target_line: int
     kernels: dict[str, Kernel]
     variables: tuple[Variable, ...]
     text: str

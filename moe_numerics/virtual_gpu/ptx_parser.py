@@ -51,6 +51,10 @@ class _Scope:
         self.renames.pop()
         self.prefixes.pop()
 
+    def declared(self, name: str) -> bool:
+        """Whether the innermost scope has a register of this name."""
+        return name in self.maps[-1]
+
     def declare(self, name: str, size: int) -> None:
         self.maps[-1][name] = len(self.kernel.registers)
         self.kernel.registers.append(size)
@@ -76,6 +80,7 @@ class _Parser:
         self.kernels: dict[str, Kernel] = {}
         self.variables: list[Variable] = []
         self.version = self.target = ""
+        self.target_line = 1
         self.fresh = 0
 
     def module(self) -> Module:
@@ -86,6 +91,7 @@ class _Parser:
                 t.take()
                 self.version = t.take()
             elif word == ".target":
+                self.target_line = t.line
                 t.take()
                 self.target = t.take()
                 while t.accept(","):
@@ -109,7 +115,7 @@ class _Parser:
                 t.fail(f"unexpected `{word}` at module level")
         if not self.target:
             raise error("syntax", "the PTX has no .target", line=1, text=t.at(1))
-        return Module(self.version, self.target, self.kernels, tuple(self.variables), self.text)
+        return Module(self.version, self.target, self.target_line, self.kernels, tuple(self.variables), self.text)
 
     def skip_line(self) -> None:
         line = self.t.line
@@ -205,7 +211,8 @@ class _Parser:
 
     def kernel(self) -> None:
         t = self.t
-        kernel = Kernel(t.take())
+        line = t.line
+        kernel = Kernel(t.take(), line, t.at(line))
         params: list[Param] = []
         if t.accept("("):
             offset = 0
@@ -265,7 +272,7 @@ class _Parser:
                 t.take()
             elif word == ".reg":
                 self.registers(scope)
-            elif word in _SPACES:
+            elif word in _SPACES or word == ".param":
                 for variable in self.variable():
                     name = variable.name
                     if depth > 1:
@@ -281,7 +288,10 @@ class _Parser:
                 while not t.accept(";"):
                     t.take()
             elif t.kind == "word" and t.peek() == ":":
-                label = scope.symbol(t.take())
+                label = scope.symbol(t.value)
+                if label in kernel.labels:
+                    t.fail(f"label {t.value} is defined twice in one scope")
+                t.take()
                 t.take()
                 kernel.labels[label] = len(kernel.code)
                 if t.value in (".branchtargets", ".calltargets"):
@@ -316,14 +326,15 @@ class _Parser:
             t.fail(f"unknown register type .{kind}")
         size = 0 if kind == "pred" else TYPE_BYTES[kind]
         while True:
-            name = t.take()
+            line, name = t.line, t.take()
+            names = [name]
             if t.accept("<"):
-                count = int(t.take())
+                names = [f"{name}{i}" for i in range(int(t.take()))]
                 t.expect(">")
-                for i in range(count):
-                    scope.declare(f"{name}{i}", size)
-            else:
-                scope.declare(name, size)
+            for each in names:
+                if scope.declared(each):
+                    raise error("syntax", f"register {each} is declared twice in one scope", line=line, text=t.at(line))
+                scope.declare(each, size)
             if not t.accept(","):
                 break
         t.expect(";")

@@ -50,6 +50,8 @@ class Order:
         self.lane_time = np.zeros(w.threads, np.int64)
         self.lane_mask = np.zeros(w.threads, np.uint32)
         self.proxy_time = np.zeros(w.threads, np.int64)
+        # Up to when a thread knows what its own warp did, from an mbarrier at which a lane of it arrived.
+        self.own_time = np.zeros(w.threads, np.int64)
         self.known: Array | None = None
         self.start_time = self.now
 
@@ -87,7 +89,7 @@ class Order:
             return ok
         warp, other_warp = w.warp[threads], w.warp[others]
         same = warp == other_warp
-        ok |= same & (times <= self.warp_time[warp])
+        ok |= same & (times <= np.maximum(self.warp_time[warp], self.own_time[threads]))
         named = (self.lane_mask[threads] >> w.lane[others]) & np.uint32(1)
         ok |= same & (times <= self.lane_time[threads]) & (named != 0)
         if self.known is not None:
@@ -192,10 +194,11 @@ class Order:
         """Threads saw a phase complete."""
         if m.completed is None:
             return
-        known = self.matrix()
-        for warp in np.unique(self.w.warp[threads]):
+        known, warps = self.matrix(), self.w.warp[threads]
+        for warp in np.unique(warps):
             row = known[warp, : m.completed.size]
             np.maximum(row, m.completed, out=row)
+        self.own_time[threads] = np.maximum(self.own_time[threads], m.completed[self.column(threads)])
 
     def conflict(self, w: Wave, thread: int, region: Region, offset: int) -> None:
         """Two threads of one instruction stored different values to one place."""
@@ -237,7 +240,13 @@ class Order:
             thread, address, "proxy",
         )  # fmt: skip
 
-    def _add(self, w: Wave, key: tuple[Any, ...], message: str, thread: int, address: int, kind: str = "race") -> None:
+    def note(self, w: Wave, kind: str, message: str, thread: int) -> None:
+        """A finding of the running instruction, once for each line."""
+        self._add(w, (kind, w.line), message, thread, None, kind)
+
+    def _add(
+        self, w: Wave, key: tuple[Any, ...], message: str, thread: int, address: int | None, kind: str = "race"
+    ) -> None:
         if key in self.reported:
             return
         self.reported.add(key)

@@ -169,7 +169,9 @@ class SharedRaces(Order):
         mine = columns == own[:, None]
         lane = lanes[np.arange(at.size), own]
         when = times[np.arange(at.size), own]
-        ordered_lane = (lane == w.lane[t].astype(np.int8) + 1) | (when <= self.warp_time[warp])
+        ordered_lane = (lane == w.lane[t].astype(np.int8) + 1) | (
+            when <= np.maximum(self.warp_time[warp], self.own_time[t])
+        )
         bit = (self.lane_mask[t] >> (np.maximum(lane, 1) - 1).astype(np.uint32)) & np.uint32(1)
         named = (lane > 0) & (bit != 0)
         ordered_lane |= named & (when <= self.lane_time[t])
@@ -203,6 +205,23 @@ class SharedRaces(Order):
             self._check_readers(w, np.full(cells.size, thread), cells, "write")
         self._check_reading(w, np.full(rows.size, thread), rows)
         self.written.reshape(-1, 16 // self.granule)[rows] = (self.now << TIME | 1 << ASYNC) + w.threads + agent + 1
+
+    def async_store(self, w: Wave, threads: Array, agents: Array, offsets: Array, size: int, strong: bool) -> None:
+        """Every thread starts a write of `size` bytes at an offset of the shared buffer, for the agent of an mbarrier.
+
+        strong: atomic updates, which may meet each other.
+        """
+        self.tick()
+        cells, index = self._cells(offsets, size, self.granule, threads.size)
+        owners, writers = threads[index], w.threads + agents[index]
+        written = self.written[cells]
+        others = np.where((written & THREAD) - 1 == writers, 0, written)
+        kind = "atomic" if strong else "write"
+        self._check_writers(w, owners, cells, others, kind, strong)
+        if self.pending or self.read_time is not None:
+            self._check_readers(w, owners, cells, kind)
+        self._check_reading(w, owners, cells * self.granule >> 4)
+        self.written[cells] = (self.now << TIME | strong << STRONG | 1 << ASYNC) + writers + 1
 
     def _granules(self, rows: Array) -> Array:
         each = 16 // self.granule

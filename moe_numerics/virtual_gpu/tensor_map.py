@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
-# Bits of an element by type code; 11 is the packed 4-bit type.
-ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 3: 32, 4: 64, 5: 64, 6: 16, 7: 32, 8: 64, 9: 16, 10: 16, 11: 4, 12: 32, 13: 32}
+# Bits of an element in global memory by type code; 11 to 13 are those that CuTe DSL writes for packed 4-bit elements,
+# and for 4- and 6-bit elements of which 16 take 16 bytes in shared memory (`.b4x16_p64`, `.b6x16_p32`).
+ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 3: 32, 4: 64, 5: 64, 6: 16, 7: 32, 8: 64, 9: 16, 10: 16, 11: 4, 12: 4, 13: 6}
+SPREAD = (12, 13)
 ELEMENT_TYPE = {0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 8: "f64", 10: "bf16"}
 SWIZZLE_MASK = {0: 0, 1: 1, 2: 3, 3: 7}
 
@@ -47,11 +49,23 @@ class TensorMap:
         return len(self.sizes)
 
     @property
+    def spread(self) -> bool:
+        """Whether 16 elements take 16 bytes in shared memory, packed at the beginning, whatever their width."""
+        return self.kind in SPREAD
+
+    @property
     def row_bytes(self) -> int:
-        return self.box[0] * self.bits // 8
+        """Bytes of a row of the box in shared memory."""
+        return self.box[0] if self.spread else self.box[0] * self.bits // 8
 
     @property
     def box_bytes(self) -> int:
+        """Bytes of the box in shared memory."""
+        return self.row_bytes * int(np.prod(self.box[1:]))
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that a copy of the box reports to its mbarrier: those of its elements without padding."""
         return int(np.prod(self.box)) * self.bits // 8
 
 
@@ -61,7 +75,8 @@ def decode(raw: bytes) -> TensorMap:
     words = struct.unpack("<16I", raw[:64])
     flags = words[2]
     kind = flags >> 7 & 15
-    if flags & 15 != 2 or kind not in ELEMENT_BITS:
+    # CuTe DSL's host code writes 2 there, the driver 0.
+    if flags & 15 not in (0, 2) or kind not in ELEMENT_BITS:
         raise Fault("tensor_map", f"the 128 bytes are no tensor map of the known kind (word 2 is {flags:#010x})")
     rank = (flags >> 4 & 7) + 1
     address = words[0] | words[1] << 32
@@ -112,6 +127,8 @@ def check(m: TensorMap) -> None:
     limit = {0: None, 1: 32, 2: 64, 3: 128}[m.swizzle]
     if limit is not None and m.row_bytes > limit:
         raise Fault("tensor_map", f"a row of the box has {m.row_bytes} bytes, more than the swizzle's {limit}")
+    if m.spread and (m.box[0] % 16 or m.sizes[0] % 16):
+        raise Fault("tensor_map", f"rows of {m.sizes[0]} and boxes of {m.box[0]} elements: 16 share their padding")
     if max(m.box) > 256:
         raise Fault("tensor_map", f"box {m.box} exceeds 256 in a dimension")
 
@@ -151,9 +168,13 @@ def _cut(m: TensorMap, coordinates: tuple[int, ...]) -> tuple[tuple[slice, ...],
 def load_box(w: Wave, m: TensorMap, coordinates: tuple[int, ...]) -> Bytes:
     """The bytes of a box, in the order of its elements; what lies outside the tensor is zero."""
     inside, place = _cut(m, coordinates)
-    box = np.zeros((*reversed(m.box[1:]), m.row_bytes), np.uint8)
+    box = np.zeros((*reversed(m.box[1:]), m.box[0] * m.bits // 8), np.uint8)
     if all(s.stop > s.start for s in inside):
         box[place] = _window(w, m, "a load")[inside]
+    if m.spread:
+        groups = box.reshape(-1, 2 * m.bits)
+        box = np.zeros((groups.shape[0], 16), np.uint8)
+        box[:, : 2 * m.bits] = groups
     return box.reshape(-1)
 
 
@@ -165,6 +186,7 @@ def store_box(w: Wave, m: TensorMap, coordinates: tuple[int, ...], data: Bytes) 
     found = w.launch.memory.find(m.address, m.address)
     if found is not None and found.readonly:
         raise Fault("readonly", f"a tensor store to {found.name}, which was marked read-only", address=m.address)
+    _no_padding(m, "store")
     box = data.reshape(*reversed(m.box[1:]), m.row_bytes)
     _window(w, m, "a store")[inside] = box[place]
     if found is not None and found.shadow is not None:
@@ -174,19 +196,29 @@ def store_box(w: Wave, m: TensorMap, coordinates: tuple[int, ...], data: Bytes) 
         shadow[inside] = 1
 
 
+def _no_padding(m: TensorMap, what: str) -> None:
+    if m.spread:
+        raise Fault("tensor_map", f"a tensor {what} of elements with padding is not modelled")
+
+
 def reduce_box(w: Wave, m: TensorMap, coordinates: tuple[int, ...], data: Bytes, dtype: Any, apply: Any) -> None:
     """Combines a box with the tensor, element by element: `apply(old, new)` on arrays of `dtype`."""
     inside, place = _cut(m, coordinates)
     if not all(s.stop > s.start for s in inside):
         return
+    found = w.launch.memory.find(m.address, m.address)
+    if found is not None and found.readonly:
+        raise Fault("readonly", f"a reduction into {found.name}, which was marked read-only", address=m.address)
+    check_written(w, m, coordinates, "reduction into")
+    _no_padding(m, "reduction")
     window = _window(w, m, "a reduction")[inside]
     box = data.reshape(*reversed(m.box[1:]), m.row_bytes)[place]
     old = np.ascontiguousarray(window).view(dtype)
     window[...] = np.asarray(apply(old, np.ascontiguousarray(box).view(dtype)), dtype).view(np.uint8)
 
 
-def check_written(w: Wave, m: TensorMap, coordinates: tuple[int, ...]) -> None:
-    """Raises Fault if a load would read global bytes that were marked as never written."""
+def check_written(w: Wave, m: TensorMap, coordinates: tuple[int, ...], what: str = "load") -> None:
+    """Raises Fault if a tensor copy would read global bytes that were marked as never written."""
     found = w.launch.memory.find(m.address, m.address)
     if found is None or not found.must_be_written or found.shadow is None:
         return
@@ -194,4 +226,4 @@ def check_written(w: Wave, m: TensorMap, coordinates: tuple[int, ...]) -> None:
     shape = (*reversed(m.sizes[1:]), m.sizes[0] * m.bits // 8)
     shadow = np.lib.stride_tricks.as_strided(found.shadow[m.address - found.start :], shape, (*reversed(m.strides), 1))
     if not shadow[inside].all():
-        raise Fault("uninitialised", f"a tensor load reads elements of {found.name} before they were written")
+        raise Fault("uninitialised", f"a tensor {what} reads elements of {found.name} before they were written")
