@@ -132,10 +132,10 @@ def test_loose_bounds_are_listed_with_the_reason() -> None:
     ((path, found, why),) = wording.loose_bounds(listed)
     assert (path.cases, found.name) == (20, "dprob")
     assert "any order of its terms" in why
-    for text in (markdown.dumps(listed), html.dumps(listed)):
+    for text in (markdown.to_markdown(listed), html.to_html(listed)):
         assert "Loose bounds" in text
         assert why in text
-    assert "Loose bounds" not in markdown.dumps(report)
+    assert "Loose bounds" not in markdown.to_markdown(report)
 
 
 @given(report=reports())
