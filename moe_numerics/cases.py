@@ -461,13 +461,14 @@ def gauntlet_case(
     layout: str = "halves",
     prob: bool = True,
     options: Mapping[str, Option] = FrozenMapping(),
+    factors: str = "products",
     seed: int = 22,
 ) -> Case:
     """The fixed case with all of it at once: ties, specials, range ends, empty experts and awkward counts.
 
     About 600 rows at alignment 1, with a depth 300, the last ones unowned. With `padded`, experts of fewer than 5
     tokens, empty ones included, own a region of 5 rows, so that regions start at odd rows. prob: given if an input is
-    one.
+    one. factors: kind of the factors of a matrix product.
     """
     counts: tuple[int, ...] = PRODUCT_COUNTS if depth else GAUNTLET_COUNTS
     if not padded:
@@ -485,15 +486,15 @@ def gauntlet_case(
         layout=layout,
         prob=prob and any(spec.kind == "prob" for spec in inputs),
         options=options,
-        values={spec.name: Values(_gauntlet_kind(spec), seed) for spec in inputs if spec.kind in VALUE_KINDS},
+        values={spec.name: Values(_gauntlet_kind(spec, factors), seed) for spec in inputs if spec.kind in VALUE_KINDS},
         seed=seed,
         padding_fill="nan",
     )
 
 
-def _gauntlet_kind(spec: TensorSpec) -> str:
+def _gauntlet_kind(spec: TensorSpec, factors: str) -> str:
     if spec.factor:
-        return "products"
+        return factors
     return {"prob": "router", "alpha": "gaussian"}.get(spec.kind, "mixed")
 
 

@@ -34,7 +34,8 @@ EDIT_BITS = (
 """Upper 16 bits of edits, finite ones first: zeros, ones, the ends of the subnormals, 448 * 2**-127 and
 the next bfloat16 (where E8M0 leaves code 0), 7, 448, the E4M3 saturation midpoint 464, the largest,
 infinities, NaNs."""
-_FINITE_EDITS = 15
+MILD_EDITS = (0x0000, 0x8000, 0x3F80, 0xBF80, 0x40E0, 0xC0E0, 0x43E0, 0x43E8)
+"""Those among them whose products and squares stay far from the ends of the range."""
 
 SCALED = ("plain", "gaussian", "constant", "outliers", "spread", "cancelling")
 EXPONENTS = (0, 0, 0, 0, 3, -8, 6, 40, -60, -120)
@@ -48,12 +49,12 @@ class Space:
     """The cases that a path takes.
 
     multiple: what hidden sizes are multiples of. depth_multiple: the same of depths, up to max_depth; 0 where the
-    path sums no matrix product. factor_kinds: kinds of the factors of one, from `product_values` too. alignments,
-    paddings (whether counts are given), probs, layouts, offsets_dtypes, fills, options: what is drawn from,
-    simplest first. A layout is drawn only if the hidden size is a multiple of its blocks. max_elements: rows times
-    hidden of nine in ten cases; big_elements: of the others. empty_buffer: whether a case may have no row at all.
-    allow_specials: whether values may be NaN or infinite (padding rows may anyway). kinds: names of `values.KINDS`
-    to draw from.
+    path sums no matrix product. factor_kinds, factor_exponents: kinds and scales of the factors of one, kinds from
+    `product_values` too. edit_bits: the upper halves of edits. alignments, paddings (whether counts are given),
+    probs, layouts, offsets_dtypes, fills, options: what is drawn from, simplest first. A layout is drawn only if
+    the hidden size is a multiple of its blocks. max_elements: rows times hidden of nine in ten cases; big_elements:
+    of the others. empty_buffer: whether a case may have no row at all. allow_specials: whether values may be NaN or
+    infinite (padding rows may anyway). kinds: names of `values.KINDS` to draw from.
     """
 
     path: str
@@ -75,6 +76,8 @@ class Space:
     options: Mapping[str, tuple[Option, ...]] = field(default_factory=FrozenMapping)
     kinds: tuple[str, ...] = tuple(values.KINDS)
     factor_kinds: tuple[str, ...] = FACTOR_KINDS
+    factor_exponents: tuple[int, ...] = FACTOR_EXPONENTS
+    edit_bits: tuple[int, ...] = EDIT_BITS
     shapes: tuple[str, ...] = DRAWN_SHAPES
     allow_specials: bool = True
     max_elements: int = 50_000
@@ -97,6 +100,8 @@ class Space:
             "fills",
             "kinds",
             "factor_kinds",
+            "factor_exponents",
+            "edit_bits",
             "shapes",
         ):
             if not getattr(self, name):
@@ -196,7 +201,7 @@ def _draw_values(source: Source, space: Space, case: Case) -> dict[str, Values]:
             item = _seeded(one_of(source, ALPHA_KINDS), seed)
         elif spec.kind in VALUE_KINDS and spec.kind != "prob":
             own = one_of(source, factor_kinds if spec.factor else kinds)
-            exponent = one_of(source, FACTOR_EXPONENTS if spec.factor else EXPONENTS)
+            exponent = one_of(source, space.factor_exponents if spec.factor else EXPONENTS)
             kind = own if apart or spec.factor else common
             item = _seeded(kind, seed, exponent if kind in SCALED else 0)
         else:
@@ -231,7 +236,8 @@ def _edited(source: Source, space: Space, case: Case, spec: TensorSpec, item: Va
     if not case.tokens or not number:
         return item
     width = 1 if spec.kind == "prob" else spec.columns * case.width(spec)
-    patterns = EDIT_BITS if space.allow_specials else EDIT_BITS[:_FINITE_EDITS]
+    finite = tuple(bits for bits in space.edit_bits if bits & 0x7F80 != 0x7F80)
+    patterns = space.edit_bits if space.allow_specials else finite
     rows = case.valid_rows()
     edits = {(edit.row, edit.column): edit for edit in item.edits}
     for _ in range(number):

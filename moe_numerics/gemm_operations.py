@@ -13,18 +13,85 @@ from moe_numerics.reference import grouped_gemm, grouped_mlp
 from moe_numerics.reference.activations import Activation
 from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.elementwise import output_shapes
-from moe_numerics.reference.formats import FloatFormat
+from moe_numerics.reference.formats import E4M3, FloatFormat
+from moe_numerics.reference.quantized import Quantized
+from moe_numerics.reference.ragged import Experts
 
-__all__ = ["FirstLayer", "MatmulQuantize", "Product", "SecondLayerBackward", "WeightGradient"]
+__all__ = ["BF16", "FirstLayer", "MatmulQuantize", "Operands", "Product", "SecondLayerBackward", "WeightGradient"]
+
+Arguments = dict[str, Any]
 
 
-def _ragged(tensors: Tensors) -> dict[str, Any]:
-    return {"offsets": tensors["offsets"], "counts": tensors.get("counts")}
+@dataclass(frozen=True)
+class Operands:
+    """What both factors of a product are: "bf16", or quantised from the case's bfloat16 to "mxfp8" or "nvfp4".
+
+    grad_element: the MXFP8 format of gradients; everything else is E4M3. Quantised by the reference, for it and for the
+    kernel alike: tokens as in a training step without stochastic rounding, weights as there.
+    """
+
+    form: str = "bf16"
+    grad_element: FloatFormat = E4M3
+
+    def _choices(self, contract: Contract) -> grouped_mlp.Step:
+        return grouped_mlp.Step(self.form, grad_element=self.grad_element, stochastic=False, contract=contract)
+
+    def over_columns(self, case: Case, tensors: Tensors, contract: Contract, transposed: bool) -> Arguments:
+        """Tokens and weights, summed along the columns of the tokens; transposed: along the rows of the weights."""
+        left = "grad" if "grad" in tensors else "x"
+        if self.form == "bf16":
+            return {left: tensors[left], "weights": tensors["weights"]}
+        choices, experts = self._choices(contract), _experts(case)
+        tokens = grouped_mlp.copies(tensors[left], experts, choices, gradient=left == "grad")
+        weights = grouped_mlp.weight_copies(tensors["weights"], choices)
+        return {left: tokens.rowwise, "weights": [each.colwise if transposed else each.rowwise for each in weights]}
+
+    def over_rows(self, case: Case, tensors: Tensors, contract: Contract) -> Arguments:
+        """grad and x, summed along their rows, with the offsets and counts of the buffer that they describe."""
+        if self.form == "bf16":
+            return {"grad": tensors["grad"], "x": tensors["x"], **_ragged(case, tensors)}
+        choices, experts = self._choices(contract), _experts(case)
+        grad, x = (
+            grouped_mlp.copies(tensors[name], experts, choices, gradient=name == "grad").colwise
+            for name in ("grad", "x")
+        )
+        assert isinstance(grad, Quantized)
+        if grad.experts == experts:
+            return {"grad": grad, "x": x, **_ragged(case, tensors)}
+        offsets, counts = tensors["offsets"], grad.experts.counts
+        return {
+            "grad": grad,
+            "x": x,
+            "offsets": offsets.new_tensor((*grad.experts.starts, grad.experts.capacity)),
+            "counts": torch.tensor(counts, dtype=torch.int32, device=offsets.device),
+            "alignment": grad.experts.alignment,
+        }
 
 
-def _given(tensors: Tensors, *names: str) -> dict[str, Any]:
+BF16 = Operands()
+
+
+def _experts(case: Case) -> Experts:
+    return Experts.from_offsets(case.offsets, case.counts if case.padded else None, case.capacity, case.alignment)
+
+
+def _ragged(case: Case, tensors: Tensors) -> Arguments:
+    return {"offsets": tensors["offsets"], "counts": tensors.get("counts"), "alignment": case.alignment}
+
+
+def _given(tensors: Tensors, *names: str) -> Arguments:
     """Arguments that a path may lack."""
     return {name: tensors[name] for name in names if name in tensors}
+
+
+def _as_fused(arguments: Arguments) -> Arguments:
+    """The arguments of a reference as its fused twin takes them: weights of all experts stacked."""
+    from moe_numerics.fused.quantized import Quantized as FusedQuantized
+
+    return {
+        name: FusedQuantized.of(value) if isinstance(value, Quantized | list) else value
+        for name, value in arguments.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -33,29 +100,30 @@ class Product:
 
     kind: Literal["matmul", "dgrad"]
     dtype: torch.dtype
+    operands: Operands = BF16
 
     def shapes(self, case: Case) -> Shapes:
         return {"out": ((case.capacity, case.hidden), self.dtype)}
 
-    def _arguments(self, tensors: Tensors, contract: Contract) -> dict[str, Any]:
+    def _arguments(self, case: Case, tensors: Tensors, contract: Contract) -> Arguments:
         """Arguments that the reference and the kernel share."""
         return {
-            **_given(tensors, "x", "grad", "alpha", "bias", "prob"),
-            **_ragged(tensors),
-            "weights": tensors["weights"],
+            **self.operands.over_columns(case, tensors, contract, self.kind == "dgrad"),
+            **_given(tensors, "alpha", "bias", "prob"),
+            **_ragged(case, tensors),
             "accumulator": contract.accumulator,
             "dtype": self.dtype,
         }
 
     def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
         function = grouped_gemm.grouped_matmul if self.kind == "matmul" else grouped_gemm.grouped_dgrad
-        return {"out": function(**self._arguments(tensors, contract))}
+        return {"out": function(**self._arguments(case, tensors, contract))}
 
     def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
         from moe_numerics.fused.grouped_gemm import grouped_dgrad, grouped_matmul
 
         function = grouped_matmul if self.kind == "matmul" else grouped_dgrad
-        function(**self._arguments(tensors, contract), out=out["out"])
+        function(**_as_fused(self._arguments(case, tensors, contract)), out=out["out"])
 
 
 @dataclass(frozen=True)
@@ -63,25 +131,26 @@ class WeightGradient:
     """grad^T @ x of each expert's rows, added to main_grad where the case has one."""
 
     dtype: torch.dtype
+    operands: Operands = BF16
 
     def shapes(self, case: Case) -> Shapes:
         return {"out": ((len(case.counts), case.depth, case.hidden), self.dtype)}
 
-    def _arguments(self, tensors: Tensors, contract: Contract) -> dict[str, Any]:
+    def _arguments(self, case: Case, tensors: Tensors, contract: Contract) -> Arguments:
         return {
-            **_given(tensors, "grad", "x", "main_grad", "alpha"),
-            **_ragged(tensors),
+            **self.operands.over_rows(case, tensors, contract),
+            **_given(tensors, "main_grad", "alpha"),
             "accumulator": contract.accumulator,
             "dtype": self.dtype,
         }
 
     def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
-        return {"out": grouped_gemm.grouped_wgrad(**self._arguments(tensors, contract))}
+        return {"out": grouped_gemm.grouped_wgrad(**self._arguments(case, tensors, contract))}
 
     def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
         from moe_numerics.fused.grouped_gemm import grouped_wgrad
 
-        grouped_wgrad(**self._arguments(tensors, contract), out=out["out"])
+        grouped_wgrad(**_as_fused(self._arguments(case, tensors, contract)), out=out["out"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +159,7 @@ class MatmulQuantize:
 
     element: FloatFormat | None
     rotated_amax: bool = False
+    operands: Operands = BF16
 
     def _written(self, case: Case, streams: int = 1, dprob: bool = False) -> Shapes:
         experts = len(case.counts)
@@ -102,15 +172,14 @@ class MatmulQuantize:
     def shapes(self, case: Case) -> Shapes:
         return self._written(case)
 
-    def _arguments(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, Any]:
+    def _arguments(self, case: Case, tensors: Tensors, contract: Contract) -> Arguments:
         """Arguments that the reference and the kernel share."""
         return {
-            **_given(tensors, "x", "grad", "alpha", "bias", "prob", "preactivation"),
-            **_ragged(tensors),
-            "weights": tensors["weights"],
+            **self.operands.over_columns(case, tensors, contract, "grad" in tensors),
+            **_given(tensors, "alpha", "bias", "prob", "preactivation"),
+            **_ragged(case, tensors),
             "element": self.element,
             "rotated_amax": self.rotated_amax,
-            "alignment": case.alignment,
             "contract": contract,
         }
 
@@ -120,7 +189,7 @@ class MatmulQuantize:
     def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
         from moe_numerics.fused.grouped_mlp import matmul_quantize
 
-        matmul_quantize(**self._arguments(case, tensors, contract), out=out)
+        matmul_quantize(**_as_fused(self._arguments(case, tensors, contract)), out=out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +203,7 @@ class FirstLayer(MatmulQuantize):
         columns = self.activation.inputs * case.hidden
         return {"preactivation": ((case.capacity, columns), torch.bfloat16), **self._written(case)}
 
-    def _arguments(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, Any]:
+    def _arguments(self, case: Case, tensors: Tensors, contract: Contract) -> Arguments:
         return {
             **super()._arguments(case, tensors, contract),
             "activation": self.activation,
@@ -148,7 +217,7 @@ class FirstLayer(MatmulQuantize):
     def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
         from moe_numerics.fused.grouped_mlp import fc1
 
-        fc1(**self._arguments(case, tensors, contract), out=out)
+        fc1(**_as_fused(self._arguments(case, tensors, contract)), out=out)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,4 +238,4 @@ class SecondLayerBackward(FirstLayer):
     def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
         from moe_numerics.fused.grouped_mlp import fc2_backward
 
-        fc2_backward(**self._arguments(case, tensors, contract), out=out)
+        fc2_backward(**_as_fused(self._arguments(case, tensors, contract)), out=out)

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from moe_numerics.cases import TensorSpec
-from moe_numerics.gemm_operations import FirstLayer, MatmulQuantize, Product, SecondLayerBackward, WeightGradient
+from moe_numerics.gemm_operations import (
+    BF16,
+    FirstLayer,
+    MatmulQuantize,
+    Operands,
+    Product,
+    SecondLayerBackward,
+    WeightGradient,
+)
 from moe_numerics.operations import Operation
 from moe_numerics.path_model import OutputSpec, Path
 from moe_numerics.reference.activations import ACTIVATIONS, CLAMPED_SWIGLU_PRESETS, Activation
@@ -66,6 +74,22 @@ class _Form:
         )
 
 
+_QUANTISED = {
+    "matmul": {"x_mxfp8_e4m3": Operands("mxfp8"), "x_nvfp4": Operands("nvfp4")},
+    "dgrad": {"grad_mxfp8_e5m2": Operands("mxfp8", E5M2), "grad_nvfp4": Operands("nvfp4")},
+}
+_QUANTISED["wgrad"] = _QUANTISED["dgrad"]
+"""Operands of each product by what ids say of the tokens; the other factor is E4M3 or NVFP4."""
+
+
+def _described(operands: Operands, tokens: str, other: str) -> str:
+    """Words for operands that are quantised."""
+    if operands.form == "nvfp4":
+        return f"of NVFP4 {tokens} and {other}{', both rotated' if other == 'x' else ' (16x16 blocks)'}"
+    element = operands.grad_element.name if tokens == "grad" else "E4M3"
+    return f"of MXFP8 {element} {tokens} and E4M3 {other}"
+
+
 _FORMS = {
     "bf16": _Form("to bfloat16; amax of each expert"),
     "mxfp8_e4m3": _Form("to MXFP8 E4M3, row-wise and column-wise; amax of each expert", E4M3),
@@ -81,6 +105,7 @@ def _path(
     outputs: tuple[OutputSpec, ...],
     operation: Operation,
     layouts: tuple[str, ...] = ("halves",),
+    operands: Operands = BF16,
     extended: bool = False,
 ) -> Path:
     return Path(
@@ -91,7 +116,7 @@ def _path(
         {"suite": "exact"},
         operation,
         layouts,
-        operands="bf16",
+        operands=operands.form,
         depth_multiple=32,
         extended=extended,
     )
@@ -138,6 +163,28 @@ def _products() -> Iterator[Path]:
             WeightGradient(dtype),
             extended=variant != ".main_grad",
         )
+    for kind, tokens, other in (("matmul", "x", "W^T"), ("dgrad", "grad", "W"), ("wgrad", "grad", "x")):
+        for label, operands in _QUANTISED[kind].items():
+            name, what = f"grouped_gemm.{kind}.{label}", _described(operands, tokens, other)
+            if kind == "wgrad":
+                yield _path(
+                    name,
+                    f"grad^T @ x of each expert's rows, {what}, to float32",
+                    (grad, _factor("x", "hidden")),
+                    (OutputSpec("out", "float32", gradient, "expert"),),
+                    WeightGradient(wide, operands),
+                    operands=operands,
+                )
+                continue
+            yield _path(
+                name,
+                f"{tokens} @ {other} of each expert's rows, {what}, to float32",
+                (_factor(tokens), _weights("depth" if kind == "matmul" else "hidden")),
+                (OutputSpec("out", "float32", rows, "token"),),
+                Product("matmul" if kind == "matmul" else "dgrad", wide, operands),
+                operands=operands,
+                extended=kind == "matmul",
+            )
     for label, form in _FORMS.items():
         if form.element is not None or form.rotated_amax:
             yield _path(
@@ -148,6 +195,10 @@ def _products() -> Iterator[Path]:
                 MatmulQuantize(element=form.element, rotated_amax=form.rotated_amax),
                 extended=label != "mxfp8_e4m3",
             )
+
+
+def _of(operands: Operands, tokens: str) -> str:
+    return "" if operands == BF16 else f" {_described(operands, tokens, 'weights')}"
 
 
 @dataclass(frozen=True)
@@ -169,12 +220,20 @@ class _Layer:
     def _id(self, layer: str, direction: str, label: str, variant: str) -> str:
         return f"grouped_mlp.{layer}.{self.name}.{direction}.{label}{self.variant}{variant}"
 
-    def forward(self, label: str, variant: str = "", epilogue_input: str = "accumulator", bias: bool = False) -> Path:
+    def forward(
+        self,
+        label: str,
+        variant: str = "",
+        epilogue_input: str = "accumulator",
+        bias: bool = False,
+        operands: Operands = BF16,
+    ) -> Path:
         form, parts = _FORMS[label], self.activation.inputs
         seen = "" if epilogue_input == "accumulator" else " of the value rounded to bfloat16"
         return _path(
             self._id("fc1", "fwd", label, variant),
-            f"first layer{' with alpha and bias' * bias} and {self.name}{seen}, times prob, {form.words}",
+            f"first layer{' with alpha and bias' * bias}{_of(operands, 'x')} and {self.name}{seen}, times prob, "
+            f"{form.words}",
             (_factor("x"), _weights("depth", parts), *((_ALPHA, _bias(parts)) if bias else ()), _PROB),
             (
                 OutputSpec("preactivation", "bfloat16", f"[capacity, {self._columns}]", "token"),
@@ -185,17 +244,22 @@ class _Layer:
                 rotated_amax=form.rotated_amax,
                 activation=self.activation,
                 epilogue_input=epilogue_input,
+                operands=operands,
             ),
             self._layouts,
+            operands,
             self._id("fc1", "fwd", label, variant) not in _ALWAYS,
         )
 
-    def backward(self, label: str, variant: str = "", epilogue_input: str = "accumulator") -> Path:
+    def backward(
+        self, label: str, variant: str = "", epilogue_input: str = "accumulator", operands: Operands = BF16
+    ) -> Path:
         form, parts = _FORMS[label], self.activation.inputs
         seen = "" if epilogue_input == "accumulator" else " of the value rounded to bfloat16"
         return _path(
             self._id("fc2", "bwd", label, variant),
-            f"data gradient of the second layer and backward of {self.name}{seen} with dprob and dbias, {form.words}",
+            f"data gradient of the second layer{_of(operands, 'grad')} and backward of {self.name}{seen} with dprob "
+            f"and dbias, {form.words}",
             (_factor("grad"), _weights("hidden"), TensorSpec("preactivation", columns=parts), _PROB),
             (
                 OutputSpec("dactivation", "float32", "[capacity, hidden]", "token"),
@@ -208,8 +272,10 @@ class _Layer:
                 rotated_amax=form.rotated_amax,
                 activation=self.activation,
                 epilogue_input=epilogue_input,
+                operands=operands,
             ),
             self._layouts,
+            operands,
             self._id("fc2", "bwd", label, variant) not in _ALWAYS,
         )
 
@@ -228,8 +294,13 @@ def _layers() -> Iterator[Path]:
     yield swiglu.forward("mxfp8_e4m3", ".bias", bias=True)
     yield swiglu.forward("mxfp8_e4m3", ".staged", "bfloat16")
     yield swiglu.backward("mxfp8_e4m3", ".staged", "bfloat16")
+    for form, label in (("mxfp8", "mxfp8_e4m3"), ("nvfp4", "nvfp4_amax")):
+        for kind in ("matmul", "dgrad"):
+            name, operands = next(each for each in _QUANTISED[kind].items() if each[1].form == form)
+            make = swiglu.forward if kind == "matmul" else swiglu.backward
+            yield make(label, f".{name}", operands=operands)
 
 
 def gemm_paths() -> tuple[Path, ...]:
-    """Every path with a grouped GEMM in it."""
+    """The paths of products and of launches with a product in them."""
     return (*_products(), *_layers())

@@ -11,9 +11,10 @@ import torch
 from moe_numerics.accumulators import architecture, on_target
 from moe_numerics.cases import Case, TensorSpec
 from moe_numerics.contract import ALIASES, PROFILES, profile
-from moe_numerics.drawing import Space
+from moe_numerics.drawing import MILD_EDITS, Space
 from moe_numerics.findings import Grade
 from moe_numerics.operations import Operation
+from moe_numerics.product_values import MILD_FACTOR_KINDS
 from moe_numerics.reference import mxfp8, nvfp4
 from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.ragged import Experts
@@ -35,6 +36,15 @@ _PRODUCT_SPACE: dict[str, Any] = {
     "big_elements": 30_000,
 }
 """What keeps a case on a virtual GPU below a second: a matrix product costs rows times hidden times depth."""
+
+
+_QUANTISED_SPACE: dict[str, Any] = {
+    "factor_kinds": MILD_FACTOR_KINDS,
+    "factor_exponents": (0, 0, 0, -3, 2),
+    "edit_bits": MILD_EDITS,
+    "allow_specials": False,
+}
+"""Where factors are quantised: what bfloat16 holds of codes times scales, which the ends of the E8M0 range are not."""
 
 
 class PathError(ValueError):
@@ -160,4 +170,5 @@ class Path:
         space = Space(self.id, self.inputs, profile=profile, layouts=self.layouts, multiple=self.multiple)
         if not self.depth_multiple:
             return space
-        return replace(space, depth_multiple=self.depth_multiple, **_PRODUCT_SPACE)
+        quantised = _QUANTISED_SPACE if self.operands != "bf16" else {}
+        return replace(space, depth_multiple=self.depth_multiple, **_PRODUCT_SPACE, **quantised)

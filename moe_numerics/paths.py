@@ -26,6 +26,7 @@ from moe_numerics.reference.activations import ACTIVATIONS, CLAMPED_SWIGLU_PRESE
 from moe_numerics.reference.elementwise import BOTH, Blocks
 from moe_numerics.reference.formats import E4M3, E5M2, FloatFormat
 from moe_numerics.reference.grouped_nvfp4 import Recipe
+from moe_numerics.step_paths import step_paths
 
 __all__ = ["DEVICES", "OutputSpec", "Path", "PathError", "all_paths", "find_path", "match_paths"]
 
@@ -307,7 +308,7 @@ def all_paths() -> tuple[Path, ...]:
                 multiple=nvfp4.BLOCK,
             )
         )
-    return (*paths, *gemm_paths())
+    return (*paths, *gemm_paths(), *step_paths())
 
 
 def find_path(path_id: str) -> Path:

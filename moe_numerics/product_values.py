@@ -14,7 +14,7 @@ import numpy as np
 from moe_numerics import values
 from moe_numerics.values import KINDS, MANTISSA_BITS, NAN, PLAIN, Bits, Places, Words, below
 
-__all__ = ["FACTOR_KINDS", "PRODUCT_KINDS", "PRODUCT_NOT_FINITE"]
+__all__ = ["FACTOR_KINDS", "MILD_FACTOR_KINDS", "PRODUCT_KINDS", "PRODUCT_NOT_FINITE"]
 
 _SIDE = np.uint64(32)
 
@@ -108,3 +108,16 @@ FACTOR_KINDS = (
     "subnormal", "wide", "rare_specials", "outliers", "log_uniform", "products", "spread",
 )  # fmt: skip
 """Kinds that factors are drawn from, as often as they are drawn, simplest first."""
+
+MILD_FACTOR_KINDS = (
+    "plain",
+    "gaussian",
+    "spread",
+    "cancelling",
+    "identity",
+    "outliers",
+    "constant",
+    "wide",
+    "gaussian",
+)
+"""Those far from the ends of the range."""
