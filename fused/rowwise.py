@@ -112,13 +112,13 @@ def rowwise_kernel(
             row = cutlass.min(first + thread // _WARP + i * WARPS, end - 1)
             pointer = x.iterator + (Int64(row) * hidden + nearest)
             loaded.append(load_words(pointer, 4) + load_words(pointer + 8, 4))
-        scale = None
-        table = None
+        scale: Any = None
+        table: Any = None
         if cutlass.const_expr(not quantizer.row_scaled):
             scale = quantizer.global_scale(Float32(cute.arch.load(amax_cell(quantizer, amax, expert), Float32)))
             table = memory.allocate_tensor(Float32, cute.make_layout(SCALE_CODES), 16)
             multiplier_table(quantizer, scale, table, thread)
-        shared = None
+        shared: Any = None
         if cutlass.const_expr(block2d):
             shared = memory.allocate_tensor(Float32, cute.make_layout(ROWS * _WARP), 16)
             for i in cutlass.range_constexpr(_ROWS_OF_THREAD):

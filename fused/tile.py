@@ -356,12 +356,12 @@ def tile_kernel(
     expert, first, end = locate_tile(offsets, counts, slot, ROWS, lane)
     if first < end:
         memory = cutlass.memory.SmemAllocator()
-        partial = None
-        factors = None
+        partial: Any = None
+        factors: Any = None
         if cutlass.const_expr(sink.shared_blocks):
             partial = memory.allocate_tensor(Float32, cute.make_layout(op.streams * warps * COLUMNS), 16)
             factors = memory.allocate_tensor(Float32, cute.make_layout(op.streams * COLUMNS), 16)
-        tile_codes = None
+        tile_codes: Any = None
         if cutlass.const_expr(sink.copies.block2d):
             tile_codes = memory.allocate_tensor(Uint32, cute.make_layout(op.streams * COLUMNS), 16)
 

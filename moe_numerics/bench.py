@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from moe_numerics.devices import CudaDevice, VirtualDevice, open_device
+from moe_numerics.reference import hadamard
+from moe_numerics.reference.contract import SUITE
 from moe_numerics.reference.formats import E4M3
 from moe_numerics.reference.grouped_nvfp4 import Recipe
 
@@ -31,6 +33,19 @@ class Measurement:
     what: str
     value: float
     unit: str
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A call of a kernel, the bytes that it must read and write, and plain PyTorch that does the same work."""
+
+    name: str
+    bytes: int
+    function: Callable[..., dict[str, torch.Tensor]]
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+    plain: Callable[..., tuple[torch.Tensor, ...]] | None = None
+    inputs: tuple[torch.Tensor, ...] = ()
 
 
 def measure(device: str) -> Iterator[Measurement]:
@@ -94,6 +109,32 @@ def _blocks(values: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]
     return codes.flatten(dim - 1, dim), exponent.to(torch.uint8)
 
 
+def _plain_quantize(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    values = x.float()
+    return (*_blocks(values, -1), *_blocks(values, -2))
+
+
+def _plain_nvfp4(blocks: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain PyTorch NVFP4 of [..., 16] float32."""
+    encode = 2688 / amax
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scales = (largest * (encode / 6)).clamp(max=448).to(torch.float8_e4m3fn)
+    scaled = blocks * (encode / scales.float())
+    magnitude = scaled.abs()
+    low, middle, high = (2 * magnitude).round(), magnitude.round() + 2, (magnitude / 2).round() + 4
+    codes = low.minimum(middle).minimum(high).clamp(max=7).to(torch.uint8) | (scaled.signbit().to(torch.uint8) << 3)
+    return codes[..., ::2] | (codes[..., 1::2] << 4), scales
+
+
+def _plain_rowwise(x: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _plain_nvfp4(x.float().unflatten(1, (-1, 16)), amax)
+
+
+def _plain_rotated(x: torch.Tensor, amax: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rotation: float32 [16, 16]."""
+    return _plain_nvfp4(x.float().unflatten(0, (-1, 16)).permute(2, 0, 1) @ rotation, amax)
+
+
 def _plain_forward(gate_up: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, ...]:
     gate, up = gate_up.float().chunk(2, dim=-1)
     y = torch.nn.functional.silu(gate) * up * prob[:, None]
@@ -127,38 +168,72 @@ def _cuda(device: str) -> Iterator[Measurement]:
 
     elements = ROWS * HIDDEN
     scales = elements // 16
-    mxfp8: dict[str, Any] = {"element": E4M3}
-    forward, backward = (gate_up, offsets, None, prob), (grad, gate_up, offsets, None, prob)
     packed = elements // 2 + elements // 16
-    amax = {name: grad.abs().max().float().reshape(1) for name in ("amax_rowwise", "amax_colwise")}
+    largest = grad.abs().max().float().reshape(1)
+    amax = {"amax_rowwise": largest, "amax_colwise": largest}
+    rotation = hadamard.rotate(torch.eye(16, device=device), -1)
+    mxfp8: dict[str, Any] = {"element": E4M3}
+    fast: dict[str, Any] = {"contract": SUITE.replace(maths="fast")}
     rowwise: dict[str, Any] = {"recipe": Recipe(colwise=False), "amax": amax}
     rotated: dict[str, Any] = {"recipe": Recipe(rowwise=False, rotated=True), "amax": amax}
-    kernels: list[tuple[str, int, Callable[..., dict[str, torch.Tensor]], tuple[Any, ...], dict[str, Any]]] = [
-        ("quantize.mxfp8_e4m3", elements * 4 + scales, quantize, (grad, offsets), mxfp8),
-        ("quantize.nvfp4.rowwise, amax known", elements * 2 + packed, quantize_nvfp4, (grad, offsets), rowwise),
-        ("quantize.nvfp4.rht_colwise, amax known", elements * 2 + packed, quantize_nvfp4, (grad, offsets), rotated),
-        ("swiglu.fwd.bf16", elements * 6, activation_forward, forward, {}),
-        ("swiglu.fwd.mxfp8_e4m3", elements * 6 + scales, activation_forward, forward, mxfp8),
-        ("swiglu.bwd.bf16", elements * 10, activation_backward, backward, {}),
-        ("swiglu.bwd.mxfp8_e4m3", elements * 10 + 2 * scales, activation_backward, backward, mxfp8),
-    ]
-    for name, size, function, arguments, options in kernels:
-        out = function(*arguments, **options)
-        seconds = _seconds(partial(function, *arguments, **options, out=out))
-        yield Measurement(f"{name}, [{ROWS}, {HIDDEN}]", seconds * 1e6, "us")
-        yield Measurement(f"{name}, share of the copy bandwidth", 100 * size / seconds / copy, "%")
-    for name, size, plain, inputs in (
-        ("swiglu.fwd.mxfp8_e4m3", elements * 6 + scales, _plain_forward, (gate_up, prob)),
-        ("swiglu.bwd.mxfp8_e4m3", elements * 10 + 2 * scales, _plain_backward, (grad, gate_up, prob)),
-    ):
-        compiled = torch.compile(plain, dynamic=False)
-        seconds = _seconds(partial(compiled, *inputs))
-        yield Measurement(f"torch.compile of the same work as {name}", seconds * 1e6, "us")
-        yield Measurement(
-            f"torch.compile of the same work as {name}, share of the copy bandwidth",
-            100 * size / seconds / copy,
-            "%",
-        )
+    forward, backward = (gate_up, offsets, None, prob), (grad, gate_up, offsets, None, prob)
+    of_forward, of_backward = elements * 6, elements * 10
+    works = (
+        _Work("quantize.mxfp8_e4m3", elements * 4 + scales, quantize, (grad, offsets), mxfp8, _plain_quantize, (grad,)),
+        _Work(
+            "quantize.nvfp4.rowwise, amax known",
+            elements * 2 + packed,
+            quantize_nvfp4,
+            (grad, offsets),
+            rowwise,
+            _plain_rowwise,
+            (grad, largest),
+        ),
+        _Work(
+            "quantize.nvfp4.rht_colwise, amax known",
+            elements * 2 + packed,
+            quantize_nvfp4,
+            (grad, offsets),
+            rotated,
+            _plain_rotated,
+            (grad, largest, rotation),
+        ),
+        _Work("swiglu.fwd.bf16", of_forward, activation_forward, forward, {}),
+        _Work(
+            "swiglu.fwd.mxfp8_e4m3",
+            of_forward + scales,
+            activation_forward,
+            forward,
+            mxfp8,
+            _plain_forward,
+            (gate_up, prob),
+        ),
+        _Work("swiglu.fwd.mxfp8_e4m3.fast", of_forward + scales, activation_forward, forward, mxfp8 | fast),
+        _Work("swiglu.bwd.bf16", of_backward, activation_backward, backward, {}),
+        _Work("swiglu.bwd.bf16.fast", of_backward, activation_backward, backward, fast),
+        _Work(
+            "swiglu.bwd.mxfp8_e4m3",
+            of_backward + 2 * scales,
+            activation_backward,
+            backward,
+            mxfp8,
+            _plain_backward,
+            (grad, gate_up, prob),
+        ),
+        _Work("swiglu.bwd.mxfp8_e4m3.fast", of_backward + 2 * scales, activation_backward, backward, mxfp8 | fast),
+    )
+    for work in works:
+        out = work.function(*work.arguments, **work.options)
+        seconds = _seconds(partial(work.function, *work.arguments, **work.options, out=out))
+        yield Measurement(f"{work.name}, [{ROWS}, {HIDDEN}]", seconds * 1e6, "us")
+        yield Measurement(f"{work.name}, share of the copy bandwidth", 100 * work.bytes / seconds / copy, "%")
+    for work in works:
+        if work.plain is None:
+            continue
+        seconds = _seconds(partial(torch.compile(work.plain, dynamic=False), *work.inputs))
+        what = f"torch.compile of the same work as {work.name}"
+        yield Measurement(what, seconds * 1e6, "us")
+        yield Measurement(f"{what}, share of the copy bandwidth", 100 * work.bytes / seconds / copy, "%")
 
 
 def _virtual(target: str) -> Iterator[Measurement]:
