@@ -21,8 +21,11 @@ from moe_numerics.fused.gemm_epilogue import (
     VECTOR,
     block_values,
     drop_blocks,
+    expert_factor,
     prefetch_l2,
     read_vector,
+    scaled,
+    store_vector,
 )
 from moe_numerics.fused.gemm_problem import ROWS
 from moe_numerics.fused.gemm_rotation import largest_rotated
@@ -88,9 +91,7 @@ class ActivationForward:
         spot = Spot.of(thread, place, shift, self.sink.dense_scale_rows)
         lane_column = (thread % 4) * VECTOR
         hidden = columns // inputs
-        factor = None
-        if cutlass.const_expr(alpha is not None):
-            factor = Float32(alpha[place.expert])
+        factor = expert_factor(alpha, place.expert)
         weights = [None, None]
         if cutlass.const_expr(prob is not None):
             weights = [Float32(prob[cutlass.min(spot.row + 8 * half, place.end - 1)]) for half in range(2)]
@@ -112,9 +113,7 @@ class ActivationForward:
             for half in cutlass.range_constexpr(2):
                 own = []
                 for i in cutlass.range_constexpr(inputs):
-                    vector = block_values(sums, i, half)
-                    if cutlass.const_expr(alpha is not None):
-                        vector = [value * factor for value in vector]
+                    vector = scaled(block_values(sums, i, half), factor)
                     if cutlass.const_expr(bias is not None):
                         vector = [value + addend for value, addend in zip(vector, biases[i], strict=True)]
                     words = pack_bf16(vector)
@@ -263,9 +262,7 @@ class ActivationBackward:
         quantizer = self.sink.quantizer
         spot = Spot.of(thread, place, shift, self.sink.dense_scale_rows)
         lane_column = (thread % 4) * VECTOR
-        factor = None
-        if cutlass.const_expr(alpha is not None):
-            factor = Float32(alpha[place.expert])
+        factor = expert_factor(alpha, place.expert)
         rows = [cutlass.min(spot.row + 8 * half, place.end - 1) for half in range(2)]
         weights = [None, None]
         if cutlass.const_expr(prob is not None):
@@ -291,9 +288,7 @@ class ActivationBackward:
                 totals = []
                 entered = []
                 for half in cutlass.range_constexpr(2):
-                    incoming = block_values(sums, block, half)
-                    if cutlass.const_expr(alpha is not None):
-                        incoming = [value * factor for value in incoming]
+                    incoming = scaled(block_values(sums, block, half), factor)
                     if cutlass.const_expr(self.staged):
                         incoming = unpack_bf16(pack_bf16(incoming))
                     own = [
@@ -321,9 +316,7 @@ class ActivationBackward:
                     for half, valid in enumerate((spot.upper, spot.lower)):
                         line = dactivation.iterator + (Int64(spot.row + 8 * half) * columns + lane_column)
                         if inside and valid:
-                            words = [value.bitcast(Uint32) for value in entered[half]]
-                            store_words(line + base, words[:4])
-                            store_words(line + (base + 4), words[4:])
+                            store_vector(line + base, entered[half], True)
                 if cutlass.const_expr(parts is not None or amax_rotated is not None):
                     for stream in cutlass.range_constexpr(self.op.streams):
                         rows_of_columns = [(held[0][stream][j], held[1][stream][j]) for j in range(VECTOR)]

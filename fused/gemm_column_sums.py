@@ -2,7 +2,8 @@
 
 The order is that of `moe_numerics.reference.grouped_mlp.sum_over_rows`: inside 128 rows of an expert neighbours are
 added, then pairs, fours and so on: bits 0 to 2 of a row are lanes, bit 3 is a thread's second row, bits 4 and 5 are
-warps, bit 6 the warpgroup. The sums of 128 rows go to memory, and a second kernel adds them in ascending order.
+warps. The sums of a warpgroup's 64 rows go to memory; a second kernel adds those of each 128 rows, and the results in
+ascending order. So nothing depends on which warpgroups have the two halves of 128 rows.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from moe_numerics.fused.memory import MaybeTensor, select
 
 __all__ = ["ColumnSums", "add_columns", "launch_sum_parts", "part_rows", "write_parts"]
 
-ROWS = 128
-WARPS = 8
+# A warpgroup's rows and warps.
+ROWS = 64
+WARPS = 4
 THREADS = WARPS * 32
-# Of all warps that multiply; the main loop's own use of it is over when an epilogue begins.
-BARRIER = 5
+GROUPS = 2
+# One for each warpgroup; barriers 1 to 7 have other uses.
+FIRST_BARRIER = 8
 SUM_THREADS = 128
 
 
 def part_rows(capacity: int, experts: int) -> int:
-    """Rows of the buffer of sums of 128 rows: part j of an expert is row `start // 128 + expert + j`."""
+    """Rows of the buffer of sums of 64 rows: part j of an expert is row `start // 64 + expert + j`."""
     return capacity // ROWS + experts
 
 
@@ -37,7 +40,7 @@ class ColumnSums:
 
     def __init__(self, memory: Any, streams: int, columns: int):
         self.streams, self.columns = streams, columns
-        self.sums = memory.allocate_tensor(Float32, cute.make_layout(WARPS * streams * columns), 16)
+        self.sums = memory.allocate_tensor(Float32, cute.make_layout(GROUPS * WARPS * streams * columns), 16)
 
 
 def add_columns(
@@ -69,36 +72,54 @@ def _tree_sum(values: list[Float32]) -> Float32:
 
 @cute.jit
 def write_parts(shared: Any, thread: Int32, place: Any, shift: Int32, columns: Int32, parts: cute.Tensor) -> None:
-    """Add the warps' sums and store them, if the tile has a valid row; blocks of streams alternate in `parts`."""
+    """Add the sums of a warpgroup's warps and store them, if it has a valid row; streams' blocks alternate in `parts`.
+
+    All threads of a warpgroup call this together; `shift` as of `write`.
+    """
     streams = shared.streams
-    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
-    if place.first + shift < place.end:
-        row = place.start // ROWS + place.expert + (place.first + shift - place.start) // ROWS
-        for entry in cutlass.range(thread, streams * shared.columns, THREADS, unroll=1):
+    group = thread // THREADS
+    first = place.first + shift + group * ROWS
+    cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=THREADS)
+    if first < place.end:
+        row = place.start // ROWS + place.expert + (first - place.start) // ROWS
+        for entry in cutlass.range(thread % THREADS, streams * shared.columns, THREADS, unroll=1):
             stream = entry // shared.columns
             column = entry % shared.columns
-            warps = [shared.sums[(warp * streams + stream) * shared.columns + column] for warp in range(WARPS)]
+            warps = [
+                shared.sums[((group * WARPS + warp) * streams + stream) * shared.columns + column]
+                for warp in range(WARPS)
+            ]
             total = _tree_sum(warps)
             if place.column + column < columns:
                 block = (place.column + column) // BLOCK
                 parts[row, (block * streams + stream) * BLOCK + column % BLOCK] = total
-    cute.arch.barrier(barrier_id=BARRIER, number_of_threads=THREADS)
+    cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=THREADS)
+
+
+@cute.jit
+def _sum_of_pair(parts: cute.Tensor, first: Int32, last: Int32, column: Int32) -> Float32:
+    """Sum of 128 rows from its two parts, the second of which may not exist and counts as +0."""
+    second = Float32(0.0)
+    if first < last:
+        second = Float32(parts[first + 1, column])
+    return Float32(parts[first, column]) + second
 
 
 @cute.kernel
 def sum_parts_kernel(parts: cute.Tensor, offsets: cute.Tensor, counts: MaybeTensor, sums: cute.Tensor) -> None:
-    """Sum of an expert's parts in ascending order, one thread a column; 0 for an expert without rows."""
+    """Sum of an expert's parts, one thread a column; 0 for an expert without rows."""
     thread, _, _ = cute.arch.thread_idx()
     block, expert, _ = cute.arch.block_idx()
     column = block * SUM_THREADS + thread
     if column < sums.shape[1]:
         start, end = expert_rows(offsets, counts, expert)
         row = start // ROWS + expert
+        last = row + (end - start + (ROWS - 1)) // ROWS - 1
         total = Float32(0.0)
         if end > start:
-            total = Float32(parts[row, column])
-            for part in range(1, (end - start + (ROWS - 1)) // ROWS):
-                total += parts[row + part, column]
+            total = _sum_of_pair(parts, row, last, column)
+            for pair in range(row + 2, last + 1, 2):
+                total += _sum_of_pair(parts, pair, last, column)
         sums[expert, column] = total
 
 

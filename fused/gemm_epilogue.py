@@ -22,9 +22,12 @@ __all__ = [
     "Linear",
     "block_values",
     "drop_blocks",
+    "expert_factor",
     "gather_vectors",
     "prefetch_l2",
     "read_vector",
+    "scaled",
+    "store_vector",
     "thread_place",
 ]
 
@@ -88,6 +91,26 @@ def read_vector(pointer: cute.Pointer, wide: bool) -> list[Float32]:
     return [word.bitcast(Float32) for word in words]
 
 
+def store_vector(pointer: cute.Pointer, values: list[Float32], wide: bool) -> None:
+    """Store 8 neighbouring values, as float32 (`wide`) or rounded to bfloat16."""
+    if not wide:
+        store_words(pointer, pack_bf16(values))
+        return
+    words = [value.bitcast(Uint32) for value in values]
+    store_words(pointer, words[:4])
+    store_words(pointer + 4, words[4:])
+
+
+def expert_factor(alpha: MaybeTensor, expert: Int32) -> Float32 | None:
+    """What the expert's accumulators are multiplied by, if anything."""
+    return None if alpha is None else Float32(alpha[expert])
+
+
+def scaled(values: list[Float32], factor: Float32 | None) -> list[Float32]:
+    """The values times a factor, if there is one."""
+    return values if factor is None else [value * factor for value in values]
+
+
 def prefetch_l2(pointer: cute.Pointer) -> None:
     """Bring a line of global memory into L2."""
     llvm.inline_asm(
@@ -138,18 +161,14 @@ class Linear:
         alpha, bias, prob, main_grad, out = tensors
         tile_row, lane_column = thread_place(thread)
         row = place.first + shift + tile_row
-        factor = None
-        if cutlass.const_expr(alpha is not None):
-            factor = Float32(alpha[place.expert])
+        factor = expert_factor(alpha, place.expert)
         for block in cutlass.range(cute.size(sums) // PER_BLOCK, unroll=1):
             column = place.column + block * BLOCK + lane_column
             for half in cutlass.range_constexpr(2):
                 own = row + 8 * half
                 if own < place.end and column < columns:
                     at = cute.assume(column, divby=VECTOR)
-                    values = block_values(sums, 0, half)
-                    if cutlass.const_expr(alpha is not None):
-                        values = [value * factor for value in values]
+                    values = scaled(block_values(sums, 0, half), factor)
                     if cutlass.const_expr(bias is not None):
                         shifts = read_vector(bias.iterator + (Int64(place.expert) * columns + at), self.wide_bias)
                         values = [value + own_shift for value, own_shift in zip(values, shifts, strict=True)]
@@ -164,10 +183,5 @@ class Linear:
                         values = [
                             select(place.depth > 0, old + value, old) for old, value in zip(before, values, strict=True)
                         ]
-                    if cutlass.const_expr(self.wide):
-                        words = [value.bitcast(Uint32) for value in values]
-                        store_words(out.iterator + pointer, words[:4])
-                        store_words(out.iterator + (pointer + 4), words[4:])
-                    else:
-                        store_words(out.iterator + pointer, pack_bf16(values))
+                    store_vector(out.iterator + pointer, values, self.wide)
             drop_blocks(sums, 1)

@@ -17,7 +17,7 @@ from moe_numerics.fused.blackwell_operands import BF16, Operands, ring_stages
 from moe_numerics.fused.compilation import Compiled, compile_function, current_target
 from moe_numerics.fused.elementwise import fake
 from moe_numerics.fused.gemm_mainloop import launch_grouped_gemm
-from moe_numerics.fused.gemm_problem import BLOCK, ROWS, RaggedDepth, RaggedRows, Tiling
+from moe_numerics.fused.gemm_problem import BLOCK, RaggedDepth, RaggedRows, Tiling
 from moe_numerics.fused.launch import as_argument, check_tensor, current_stream
 from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.tensor_core_models import Model, find_model
@@ -120,12 +120,17 @@ def _on_blackwell() -> bool:
     return current_target().startswith(("sm_100", "sm_103"))
 
 
-def choose_tiling(columns: int, operands: Operands = BF16) -> Tiling:
-    """The tiling for a result of so many columns: no wider than it needs to be."""
+def choose_tiling(problem: RaggedRows | RaggedDepth, columns: int, operands: Operands = BF16) -> Tiling:
+    """The tiling for a result of so many columns: no wider than it needs to be.
+
+    Alternating warpgroups hide an epilogue behind the other's products, which a weight gradient's hardly needs.
+    """
     if _on_blackwell():
         width = 256 if columns > 128 else 128
         return Tiling(columns=width, stages=ring_stages(operands, width), cluster=1)
-    return Tiling() if columns > 128 else Tiling(columns=128, stages=6)
+    if columns <= 128:
+        return Tiling(columns=128, stages=6)
+    return Tiling() if problem.ragged_depth else Tiling(stages=5, alternating=True)
 
 
 def check_contract(contract: Contract) -> None:
@@ -203,9 +208,11 @@ def launch_gemm(
     columns: of the result. tiling: None for the one that suits it.
     """
     operands, scales = factors.operands, factors.scales
-    tiling = tiling or choose_tiling(columns, operands)
-    if _on_blackwell() and tiling.rows != ROWS:
-        raise ValueError(f"tiling has {tiling.rows} rows: the kernels of {current_target()} need {ROWS}")
+    tiling = tiling or choose_tiling(factors.problem, columns, operands)
+    if _on_blackwell() and (tiling.cluster != 1 or tiling.alternating):
+        raise ValueError(f"tiling is {tiling}: the kernels of {current_target()} need clusters of 1 and whole tiles")
+    if tiling.alternating and factors.problem.ragged_depth:
+        raise ValueError("tiling is alternating: the products of a weight gradient have no such tiles")
     variant = _Variant(
         factors.problem,
         operands,

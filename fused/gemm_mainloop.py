@@ -1,7 +1,8 @@
 """The main loop of the Hopper grouped GEMMs: TMA in, wgmma, an epilogue that is a compile-time parameter.
 
 Persistent and warp-specialised: one warp loads tiles of both operands into a ring of shared-memory stages, two
-warpgroups multiply them, each 64 rows of a 128-row tile. Every output element is one chain of wgmma over ascending K
+warpgroups multiply them, each 64 rows of a 128-row tile, or in turns, each a tile of 64 rows, so that one multiplies
+while the other is in its epilogue. Every output element is one chain of wgmma over ascending K
 with a float32 accumulator, so that its bits are those of `moe_numerics.reference.tensor_core`, model `sm_90.bf16`.
 
 Rows past the expert's end belong to other experts or to nobody: they are multiplied too, which changes no other row,
@@ -31,6 +32,8 @@ LOAD_REGISTERS = 24
 MATH_REGISTERS = 240
 # Barriers 1 to 4 belong to the epilogues.
 CONSUMER_BARRIER = 5
+# Of two alternating warpgroups: whose turn it is to read stages, one barrier each.
+TURN_BARRIER = 6
 # In the last tiles of a sum the inputs of an epilogue are brought into L2, a part in each.
 PREFETCHES = 32
 # Elements of a line of a tile whose contiguous dimension is not K: 128 bytes, which swizzling permutes within itself.
@@ -230,6 +233,11 @@ def grouped_gemm_kernel(
             place = problem.locate(offsets, counts, index, row_tiles, sizes, tiling, lane)
             depth_tiles = (place.depth + (DEPTH - 1)) // DEPTH
             sums.fill(0.0)
+            # A wait for a stage tells only neighbouring phases apart: the other warpgroup must be through with its own.
+            # Compile-time conditions stand alone.
+            if cutlass.const_expr(tiling.alternating):  # noqa: SIM102
+                if index != start:
+                    cute.arch.barrier(barrier_id=TURN_BARRIER + group - 1, number_of_threads=CONSUMER_THREADS)
             for k in cutlass.range(depth_tiles, unroll=1):
                 ring.consumer_wait(reading)
                 if cutlass.const_expr(problem.ragged_depth):
@@ -254,6 +262,11 @@ def grouped_gemm_kernel(
                     ring.consumer_release(releasing)
                     releasing.advance()
                 reading.advance()
+            if cutlass.const_expr(tiling.alternating):  # noqa: SIM102
+                if index + stride < tiles:
+                    cute.arch.barrier_arrive(
+                        barrier_id=TURN_BARRIER + CONSUMERS - group, number_of_threads=CONSUMER_THREADS
+                    )
             warpgroup.wait_group(0)
             if depth_tiles > 0:
                 ring.consumer_release(releasing)
