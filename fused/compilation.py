@@ -19,8 +19,10 @@ from contextvars import ContextVar
 from typing import Any
 
 import cutlass.cute as cute
-from cutlass.base_dsl.compiler import DumpDir, ExtraCompilerOpts, KeepPTX
+from cutlass.base_dsl.compiler import DumpDir, ExtraCompilerOpts, KeepPTX, PtxasOptions
 from cutlass.cutlass_dsl import CuTeDSL
+
+from moe_numerics.garbage import uncollected
 
 __all__ = ["Compiled", "compile_function", "current_target", "domain", "kernels_in", "recording"]
 
@@ -87,10 +89,14 @@ def compile_function(function: Callable[..., Any], key: Hashable, arguments: Cal
     target = current_target()
     full_key = (function.__module__, function.__qualname__, domain.get(), target, key)
     if full_key not in _CACHE:
-        options = (
+        options = [
             KeepPTX(True),
             ExtraCompilerOpts("nvvm-options=-fma=0"),
             DumpDir(_dump_directory(os.getpid())),
-        )
-        _CACHE[full_key] = Compiled(cute.compile[options](function, *arguments()), target)
+        ]
+        if domain.get() == "virtual":
+            # Only the PTX runs there: ptxas has to accept it, and need not make it fast.
+            options.append(PtxasOptions("-O0"))
+        with uncollected():
+            _CACHE[full_key] = Compiled(cute.compile[tuple(options)](function, *arguments()), target)
     return _CACHE[full_key]

@@ -1,6 +1,7 @@
 """Paths x cases x devices: what `verify` runs, on all cores, and the report that comes out.
 
-Each path on each device is one task. Its cases are one fixed gauntlet, one of ordinary values and drawn ones, and a few
+Each path on each device is one task; a path's tasks on virtual devices run one after the other in one process, where
+they share the reference's outputs. Its cases are one fixed gauntlet, one of ordinary values and drawn ones, and a few
 small fixed ones more for a path that writes NVFP4 (`nvfp4_cases`). They come in groups that share what a kernel is
 compiled for (layout, counts, probabilities, type of the offsets), so that a few compilations serve many cases; which
 variants a path gets depends on the seed. The first failing case is made smaller.
@@ -10,6 +11,7 @@ ends one of them and not the run.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import time
@@ -17,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path as FilePath
 
 from moe_numerics import values
@@ -30,11 +33,11 @@ from moe_numerics.paths import Path, find_path
 from moe_numerics.reference.contract import Contract
 from moe_numerics.report import write_reports
 from moe_numerics.report.model import Environment, Kernel, PathResult, Report, Status
-from moe_numerics.running import CaseResult, run_case
+from moe_numerics.running import CaseResult, References, run_case
 from moe_numerics.shrinking import shrink
 from moe_numerics.token_counts import SeededSource, one_of
 
-__all__ = ["Plan", "Task", "campaign_cases", "default_examples", "run_task", "verify"]
+__all__ = ["Plan", "Task", "campaign_cases", "default_examples", "run_task", "run_tasks", "verify"]
 
 GROUP = 5
 """Cases that share one compilation."""
@@ -199,7 +202,13 @@ def _variant(space: Space, source: SeededSource) -> Space:
     )
 
 
-def run_task(task: Task) -> TaskResult:
+def run_tasks(tasks: Sequence[Task]) -> list[TaskResult]:
+    """Run the tasks of one path in this process, one device after the other; they share the reference's outputs."""
+    references = References(find_path(tasks[0].path))
+    return [run_task(task, references) for task in tasks]
+
+
+def run_task(task: Task, references: References | None = None) -> TaskResult:
     """Run one task in this process."""
     started = time.monotonic()
     path = find_path(task.path)
@@ -224,7 +233,7 @@ def run_task(task: Task) -> TaskResult:
     try:
         with device.activate():
             for case in campaign_cases(path, task.profile, task.examples, task.seed):
-                results.append(run_case(path, case, contract, device))
+                results.append(run_case(path, case, contract, device, references))
             failing = [result.case for result in results if not result.passed]
             smallest = _shrunk(path, failing[0], contract, device) if failing else None
     except DeviceLost as error:
@@ -341,43 +350,50 @@ def _write_cases(folder: FilePath, cases: Iterable[Case]) -> None:
 
 def _run_all(plan: Plan) -> Iterator[TaskResult]:
     context = multiprocessing.get_context("spawn")
-    virtual = [task for task in plan.tasks() if task.device.startswith("virtual:")]
     pools: list[ProcessPoolExecutor] = []
-    futures: dict[Future[TaskResult], Task] = {}
+    futures: dict[Future[list[TaskResult]], list[Task]] = {}
+
+    def submit(processes: int, groups: Iterable[list[Task]]) -> None:
+        pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_prepare)
+        pools.append(pool)
+        futures.update({pool.submit(run_tasks, group): group for group in groups})
+
+    virtual = [task for task in plan.tasks() if task.device.startswith("virtual:")]
     try:
         if virtual:
-            pool = ProcessPoolExecutor(plan.workers, mp_context=context, initializer=_one_thread)
-            pools.append(pool)
-            futures.update({pool.submit(run_task, task): task for task in virtual})
+            submit(plan.workers, (list(group) for _, group in groupby(virtual, key=lambda task: task.path)))
         for device in plan.devices:
             if not device.startswith("virtual:"):
-                processes = min(CUDA_PROCESSES, plan.workers)
-                pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_one_thread)
-                pools.append(pool)
                 tasks = [task for task in plan.tasks() if task.device == device]
-                futures.update({pool.submit(run_task, task): task for task in tasks})
-        limit = TASK_TIMEOUT * len(futures) if len(virtual) < len(futures) else None
+                submit(min(CUDA_PROCESSES, plan.workers), ([task] for task in tasks))
+        limit = TASK_TIMEOUT * len(futures) if len(pools) > bool(virtual) else None
         for future in as_completed(futures, timeout=limit):
-            yield _result_of(future, futures[future])
+            yield from _results_of(future, futures[future])
     finally:
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _one_thread() -> None:
-    """Worker processes share the cores: each computes with one thread."""
+def _prepare() -> None:
+    """Worker processes share the cores: each computes with one thread. What is imported is no garbage to look for."""
     import torch
 
     torch.set_num_threads(1)
+    gc.freeze()
 
 
-def _result_of(future: Future[TaskResult], task: Task) -> TaskResult:
+def _results_of(future: Future[list[TaskResult]], tasks: Sequence[Task]) -> list[TaskResult]:
     try:
         return future.result()
     except BrokenProcessPool:
         reason = "the process that ran this device ended; earlier results of it stand"
-        result = PathResult(task.path, task.device, task.profile, "exact", "error", reason)
-        return TaskResult(result, lost=task.device.startswith("cuda"))
+        return [
+            TaskResult(
+                PathResult(task.path, task.device, task.profile, "exact", "error", reason),
+                lost=task.device.startswith("cuda"),
+            )
+            for task in tasks
+        ]
 
 
 def _describe(device: str) -> str:

@@ -265,8 +265,9 @@ def intercepted(arch: str) -> Iterator[None]:
     bind = jit_executor.ExecutionArgs.generate_execution_args
     devices = compiled_class.__dict__["num_devices"]
 
-    def jit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = make_engine(self, *args, **kwargs)
+    def jit(self: Any, module: Any, opt_level: int = 0, shared_libs: Any = ()) -> Any:
+        # The host half runs once a launch: to optimise it takes longer than it saves.
+        engine = make_engine(self, module, opt_level=0, shared_libs=shared_libs)
         module = HostModule()
         module.register(engine)
         latest.append((engine, module))

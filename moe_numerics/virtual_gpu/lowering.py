@@ -119,6 +119,11 @@ class Lowering:
                 raise self.fail(f"`{self.ins.name}` needs a {kind} operand, not a predicate")
 
             def predicate(w: Wave, i: Index) -> Array:
+                part = w.parts[k]
+                if part is not None:
+                    if part[0] is i:
+                        return part[1]
+                    w.settle(k)
                 a = w.regs[k]
                 return a if i is None else a[i]
 
@@ -128,6 +133,12 @@ class Lowering:
         if size == dtype.itemsize:
 
             def same(w: Wave, i: Index) -> Array:
+                part = w.parts[k]
+                if part is not None:
+                    if part[0] is i:
+                        a = part[1]
+                        return a if a.dtype is dtype else a.view(dtype)
+                    w.settle(k)
                 a = w.regs[k]
                 if a.dtype is not dtype:
                     a = a.view(dtype)
@@ -142,8 +153,7 @@ class Lowering:
         unsigned, cut = UNSIGNED[size], UNSIGNED[dtype.itemsize]
 
         def narrower(w: Wave, i: Index) -> Array:
-            a = w.regs[k].view(unsigned).astype(cut).view(dtype)
-            return a if i is None else a[i]
+            return w.values(k, i).view(unsigned).astype(cut).view(dtype)
 
         return self._checked(k, narrower) if checked else narrower
 
@@ -158,10 +168,9 @@ class Lowering:
         k = operand.index
 
         def read(w: Wave, i: Index) -> Array:
-            a = w.regs[k]
-            if a is None:
+            if w.regs[k] is None and w.parts[k] is None:
                 return np.zeros(w.count(i), np.uint32)
-            return a.view(np.uint32) if i is None else a.view(np.uint32)[i]
+            return w.values(k, i).view(np.uint32)
 
         return read
 
@@ -268,13 +277,12 @@ class Lowering:
             if i is None:
                 if v.ndim == 0:
                     v = np.full(w.threads, v)
-                w.regs[k] = v
+                w.regs[k], w.parts[k] = v, None
             else:
-                # Registers are never changed in place: an array may serve several of them.
-                old = w.regs[k]
-                new = np.zeros(w.threads, storage) if old is None else old.copy()
-                new.view(v.dtype)[i] = v
-                w.regs[k] = new
+                part = w.parts[k]
+                if part is not None and part[0] is not i:
+                    w.settle(k)
+                w.parts[k] = (i, v if v.shape == i.shape else np.full(i.size, v), False)
             if shadowed and w.checkers:
                 w.mark_valid(k, i)
 

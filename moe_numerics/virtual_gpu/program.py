@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from moe_numerics.garbage import uncollected
+
 from . import ptx, ptx_parser
 from .errors import Fault, error
 from .lowering import Lowering, choose, find_form, guard
@@ -314,7 +316,8 @@ def _rendezvous(b: _Built) -> Callable[[Wave, Index], tuple[Index, Index]]:
 @lru_cache(maxsize=64)
 def parsed(text: str) -> ptx.Module:
     """`ptx_parser.parse` with a cache by text."""
-    return ptx_parser.parse(text)
+    with uncollected():
+        return ptx_parser.parse(text)
 
 
 _PROGRAMS: dict[tuple[str, str, str, bool], Program] = {}
@@ -338,7 +341,8 @@ def program(text: str, name: str | None, arch: str, fine: bool) -> Program:
         if len(_PROGRAMS) >= 256:
             _PROGRAMS.pop(next(iter(_PROGRAMS)))
         _check_target(module, arch)
-        _PROGRAMS[key] = lower(module, module.kernels[name], arch, fine)
+        with uncollected():
+            _PROGRAMS[key] = lower(module, module.kernels[name], arch, fine)
     return _PROGRAMS[key]
 
 

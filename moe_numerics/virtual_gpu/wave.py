@@ -56,7 +56,10 @@ class Wave:
         self.blocks = blocks
         self.block_count = int(blocks.size)
         self.threads = self.block_count * self.per_block
+        # Values of all threads by register; over them, `parts` has what one fragment wrote last, as (its threads, their
+        # values, whether `regs` has them too), so that a run of instructions of one fragment copies nothing.
         self.regs: list[Any] = [None] * len(self.program.kernel.registers)
+        self.parts: list[tuple[Array, Array, bool] | None] = [None] * len(self.program.kernel.registers)
         self.valid: dict[int, Any] = {}
         self._special: dict[str, Array] = {}
         self.resume = 0
@@ -66,7 +69,7 @@ class Wave:
         self.strong = False
         self.time = 0
 
-        everyone = np.arange(self.threads)
+        self.everyone = everyone = np.arange(self.threads)
         self.block = everyone // self.per_block
         self.linear_thread = (everyone % self.per_block).astype(np.uint32)
         self.lane = self.linear_thread & np.uint32(31)
@@ -138,12 +141,36 @@ class Wave:
 
     # -- registers ------------------------------------------------------------------------------------------------
 
+    def settle(self, k: int) -> None:
+        """Puts what a fragment wrote to register `k` among the values of all threads.
+
+        Arrays of registers are never changed in place: one may serve several registers.
+        """
+        part = self.parts[k]
+        if part is None or part[2]:
+            return
+        i, v, _ = part
+        old = self.regs[k]
+        new = np.zeros(self.threads, v.dtype) if old is None else old.copy()
+        new.view(v.dtype)[i] = v
+        self.regs[k], self.parts[k] = new, (i, v, True)
+
+    def values(self, k: int, i: Index) -> Array:
+        """The values of register `k` for a fragment's threads."""
+        part = self.parts[k]
+        if part is not None:
+            if part[0] is i:
+                return part[1]
+            self.settle(k)
+        a: Array = self.regs[k]
+        return a if i is None else a[i]
+
     def count(self, i: Index) -> int:
         return self.threads if i is None else i.size
 
     def index(self, i: Index) -> npt.NDArray[np.intp]:
         """A fragment's threads as an array."""
-        return np.arange(self.threads) if i is None else i
+        return self.everyone if i is None else i
 
     def special(self, name: str) -> Array:
         if name in special.VOLATILE:
