@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from moe_numerics.accumulators import architecture
 from moe_numerics.devices import CudaDevice, VirtualDevice, open_device
 from moe_numerics.reference import hadamard
 from moe_numerics.reference.contract import SUITE
@@ -52,8 +53,12 @@ def measure(device: str) -> Iterator[Measurement]:
     """Measure what can be measured on a device, one figure at a time. DeviceError: there is no such device."""
     opened = open_device(device)
     if isinstance(opened, CudaDevice):
+        from moe_numerics.bench_gemm import measure_gemm
+
         with opened.activate():
             yield from _cuda(device)
+            if architecture(opened.target) is not None:
+                yield from measure_gemm(device)
     else:
         assert isinstance(opened, VirtualDevice)
         yield from _virtual(opened.target)
@@ -135,13 +140,13 @@ def _plain_rotated(x: torch.Tensor, amax: torch.Tensor, rotation: torch.Tensor) 
     return _plain_nvfp4(x.float().unflatten(0, (-1, 16)).permute(2, 0, 1) @ rotation, amax)
 
 
-def _plain_forward(gate_up: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def plain_forward(gate_up: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, ...]:
     gate, up = gate_up.float().chunk(2, dim=-1)
     y = torch.nn.functional.silu(gate) * up * prob[:, None]
     return (*_blocks(y, -1), *_blocks(y, -2))
 
 
-def _plain_backward(grad: torch.Tensor, gate_up: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def plain_backward(grad: torch.Tensor, gate_up: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, ...]:
     gate, up = gate_up.float().chunk(2, dim=-1)
     s = torch.sigmoid(gate)
     weighted = grad.float() * prob[:, None]
@@ -205,7 +210,7 @@ def _cuda(device: str) -> Iterator[Measurement]:
             activation_forward,
             forward,
             mxfp8,
-            _plain_forward,
+            plain_forward,
             (gate_up, prob),
         ),
         _Work("swiglu.fwd.mxfp8_e4m3.fast", of_forward + scales, activation_forward, forward, mxfp8 | fast),
@@ -217,7 +222,7 @@ def _cuda(device: str) -> Iterator[Measurement]:
             activation_backward,
             backward,
             mxfp8,
-            _plain_backward,
+            plain_backward,
             (grad, gate_up, prob),
         ),
         _Work("swiglu.bwd.mxfp8_e4m3.fast", of_backward + 2 * scales, activation_backward, backward, mxfp8 | fast),

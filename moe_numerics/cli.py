@@ -309,14 +309,19 @@ def bench(
     import dataclasses
 
     from moe_numerics.bench import measure
+    from moe_numerics.bench_gemm import BenchError
     from moe_numerics.devices import default_devices
     from moe_numerics.report.atomic import write_files
 
     name = device or default_devices()[0]
     figures = []
-    for figure in measure(name):
-        figures.append(figure)
-        _console.print(f"{figure.value:12,.2f} {figure.unit}  {figure.what}", markup=False, soft_wrap=True)
+    try:
+        for figure in measure(name):
+            figures.append(figure)
+            _console.print(f"{figure.value:12,.3f} {figure.unit}  {figure.what}", markup=False, soft_wrap=True)
+    except BenchError as error:
+        print(f"moe-numerics: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
     if out is not None:
         data = {"device": name, "figures": [dataclasses.asdict(figure) for figure in figures]}
         write_files(out.parent, {out.name: json.dumps(data, indent=1) + "\n"})
