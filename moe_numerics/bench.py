@@ -6,7 +6,6 @@ out), medians over the replays; bytes are inputs once and outputs once. Nothing 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -61,7 +60,9 @@ def measure(device: str) -> Iterator[Measurement]:
                 yield from measure_gemm(device)
     else:
         assert isinstance(opened, VirtualDevice)
-        yield from _virtual(opened.target)
+        from moe_numerics.virtual_bench import measure_virtual
+
+        yield from measure_virtual(opened.target)
 
 
 def _seconds(call: Callable[[], Any]) -> float:
@@ -239,32 +240,3 @@ def _cuda(device: str) -> Iterator[Measurement]:
         what = f"torch.compile of the same work as {work.name}"
         yield Measurement(what, seconds * 1e6, "us")
         yield Measurement(f"{what}, share of the copy bandwidth", 100 * work.bytes / seconds / copy, "%")
-
-
-def _virtual(target: str) -> Iterator[Measurement]:
-    from moe_numerics.fused import compilation
-    from moe_numerics.fused.elementwise import activation_forward
-    from moe_numerics.virtual_gpu import virtual_gpu
-
-    token = compilation.domain.set("virtual")
-    try:
-        # A tile of 32 x 128 elements has 128 threads.
-        for tiles, threads in ((8, 1024), (782, 100_096)):
-            gate_up = torch.zeros(32 * tiles, 256, dtype=torch.bfloat16)
-            offsets = torch.tensor([0, 32 * tiles], dtype=torch.int32)
-            speeds = {}
-            for checkers in (False, True):
-                with virtual_gpu(target, checkers=checkers) as gpu:
-                    activation_forward(gate_up, offsets, element=E4M3)
-                    before, best = gpu.stats.thread_instructions, float("inf")
-                    for _ in range(3):
-                        started = time.perf_counter()
-                        activation_forward(gate_up, offsets, element=E4M3)
-                        best = min(best, time.perf_counter() - started)
-                    speeds[checkers] = (gpu.stats.thread_instructions - before) / 3 / best / 1e6
-            what = f"swiglu.fwd.mxfp8_e4m3 with {threads:,} threads"
-            yield Measurement(f"{what}, checkers off", speeds[False], "million thread-instructions/s")
-            yield Measurement(f"{what}, checkers on", speeds[True], "million thread-instructions/s")
-            yield Measurement(f"{what}, time with checkers over time without", speeds[False] / speeds[True], "x")
-    finally:
-        compilation.domain.reset(token)
