@@ -38,6 +38,15 @@ class GlobalScale:
 
 
 @dataclass(frozen=True)
+class Candidate:
+    """A block under one of two scales: the scale's code, its E2M1 codes, and its error, summed in order."""
+
+    code: Uint32
+    words: list[Uint32]
+    error: Float32
+
+
+@dataclass(frozen=True)
 class Nvfp4:
     """The choices of a contract and a recipe that change a bit of NVFP4 output, as a compile-time parameter."""
 
@@ -57,10 +66,6 @@ class Nvfp4:
         """The quantiser of a contract and a recipe. ValueError: a choice that the kernels do not have."""
         if contract.signed_zero != "keep":
             raise ValueError(f"signed_zero is {contract.signed_zero!r}: the NVFP4 kernels keep the sign of zeros")
-        if recipe.four_over_six is not None and recipe.block2d:
-            raise ValueError(
-                "four_over_six with block2d: the NVFP4 kernels compare errors of blocks of 16, not of tiles"
-            )
         return cls(
             contract.nvfp4_encode_scale,
             contract.nvfp4_block_scale,
@@ -173,27 +178,35 @@ class Nvfp4:
         multiplier: the multiplier of a scale code under this global scale; random_bits: of the block's elements.
         """
         if self.four_over_six is not None:
-            return self._four_or_six(values, amax, scale, multiplier)
+            six, four = self.candidates(values, amax, scale, multiplier)
+            return self.chosen(six, four, six.error, four.error)
         code = self.scale_code(amax, scale)
         return code, self.encode(values, multiplier(code), random_bits, factor)
 
-    def _four_or_six(
+    def candidates(
         self,
         values: Sequence[Float32],
         amax: Float32,
         scale: GlobalScale,
         multiplier: Callable[[Uint32], Float32],
-    ) -> tuple[Uint32, list[Uint32]]:
-        """Scale code and E2M1 codes of a block under the one of two scales that gives the smaller error.
-
-        The first puts the block's amax on 6, the second, 1.5 times as large, on 4; the first where errors are equal.
-        """
+    ) -> tuple[Candidate, Candidate]:
+        """A block under the scale that puts its amax on 6, and under the one, 1.5 times as large, that puts it on 4."""
         base = (amax / Float32(6.0)) * scale.encode
-        six, words_six, error_six = self._tried(values, base, scale, multiplier)
-        four, words_four, error_four = self._tried(values, base * Float32(1.5), scale, multiplier)
+        return (
+            self._tried(values, base, scale, multiplier),
+            self._tried(values, base * Float32(1.5), scale, multiplier),
+        )
+
+    def chosen(
+        self, six: Candidate, four: Candidate, error_six: Float32, error_four: Float32
+    ) -> tuple[Uint32, list[Uint32]]:
+        """Scale code and E2M1 codes of the candidate with the smaller error, of `six` where they are equal.
+
+        The errors: the candidates' own, or those of the 16x16 tile.
+        """
         better: Boolean = error_four < error_six
-        words = [select(better, own, other) for own, other in zip(words_four, words_six, strict=True)]
-        return select(better, four, six), words
+        words = [select(better, own, other) for own, other in zip(four.words, six.words, strict=True)]
+        return select(better, four.code, six.code), words
 
     def _tried(
         self,
@@ -201,8 +214,7 @@ class Nvfp4:
         block_scale: Float32,
         scale: GlobalScale,
         multiplier: Callable[[Uint32], Float32],
-    ) -> tuple[Uint32, list[Uint32], Float32]:
-        """Scale code, E2M1 codes and error of a block under a block scale."""
+    ) -> Candidate:
         code = encode_e4m3(block_scale)
         words = self.encode(values, multiplier(code))
         block = decode_e4m3(code)
@@ -214,7 +226,7 @@ class Nvfp4:
             each = absolute(away) if self.four_over_six == "mae" else away * away
             error = each if error is None else error + each
         assert error is not None
-        return code, words, error
+        return Candidate(code, words, error)
 
 
 def encode_e4m3(value: Float32) -> Uint32:

@@ -131,22 +131,66 @@ def rowwise_kernel(
         if cutlass.const_expr(block2d):
             for line in cutlass.range_constexpr(ROWS):
                 of_tile = quantizer.magnitude_max(of_tile, shared[line * _WARP + lane])
+        by_tile = block2d and quantizer.four_over_six is not None
+        results: list[Any] = []
+        if cutlass.const_expr(by_tile):
+            errors = memory.allocate_tensor(Float32, cute.make_layout(2 * THREADS), 16)
+            results = _tile_candidates(quantizer, loaded, of_tile, scale, table, errors, first, end, thread)
         for i in cutlass.range_constexpr(_ROWS_OF_THREAD):
             row = first + thread // _WARP + i * WARPS
-            largest = of_tile if block2d else quantizer.largest_packed(loaded[i])
-            if cutlass.const_expr(quantizer.row_scaled):
-                cell = amax.iterator + cutlass.min(row, end - 1)
-                scale = quantizer.global_scale(Float32(cute.arch.load(cell, Float32)))
-            bits = None
-            if cutlass.const_expr(quantizer.stochastic_bits is not None):
-                index = row - Int32(offsets[expert])
-                bits = random_block(stream, seed, expert, column, index, quantizer.stochastic_bits)
-            code, words = quantizer.quantize(
-                unpack_bf16(loaded[i]), largest, scale, _multipliers(quantizer, scale, table), bits
-            )
+            if cutlass.const_expr(not by_tile):
+                largest = of_tile if block2d else quantizer.largest_packed(loaded[i])
+                if cutlass.const_expr(quantizer.row_scaled):
+                    cell = amax.iterator + cutlass.min(row, end - 1)
+                    scale = quantizer.global_scale(Float32(cute.arch.load(cell, Float32)))
+                bits = None
+                if cutlass.const_expr(quantizer.stochastic_bits is not None):
+                    index = row - Int32(offsets[expert])
+                    bits = random_block(stream, seed, expert, column, index, quantizer.stochastic_bits)
+                code, words = quantizer.quantize(
+                    unpack_bf16(loaded[i]), largest, scale, _multipliers(quantizer, scale, table), bits
+                )
+            else:
+                code, words = results[i]
             if inside and row < end:
                 store_words(codes.iterator + (Int64(row) * (hidden // 2) + block * (BLOCK // 2)), words)
                 if cutlass.const_expr(swizzled):
                     store_scale(scales, row, block, hidden // BLOCK, code)
                 else:
                     scales[row, block] = code.to(Uint8)
+
+
+def _tile_candidates(
+    quantizer: Any,
+    loaded: list[list[Uint32]],
+    of_tile: Float32,
+    scale: Any,
+    table: cute.Tensor,
+    errors: cute.Tensor,
+    first: Int32,
+    end: Int32,
+    thread: Int32,
+) -> list[tuple[Uint32, list[Uint32]]]:
+    """Scale code and codes of each of a thread's rows, under the scale with the smaller error of the 16x16 tile.
+
+    Lines are added 8, 4, 2 and 1 apart: a thread has every fourth, the four warps have neighbours. Rows past the end
+    have no error.
+    """
+    lane = thread % _WARP
+    warp = thread // _WARP
+    tried = [
+        quantizer.candidates(unpack_bf16(words), of_tile, scale, _multipliers(quantizer, scale, table))
+        for words in loaded
+    ]
+    totals = []
+    for which in range(2):
+        lines = []
+        for i, candidates in enumerate(tried):
+            valid = first + warp + i * WARPS < end
+            lines.append(select(valid, candidates[which].error, Float32(0.0)))
+        errors[which * THREADS + thread] = (lines[0] + lines[2]) + (lines[1] + lines[3])
+    cute.arch.sync_threads()
+    for which in range(2):
+        own = [Float32(errors[which * THREADS + other * _WARP + lane]) for other in range(WARPS)]
+        totals.append((own[0] + own[2]) + (own[1] + own[3]))
+    return [quantizer.chosen(six, four, totals[0], totals[1]) for six, four in tried]

@@ -192,9 +192,13 @@ _RECIPES = {
     ".4over6_mse": Recipe(four_over_six="mse", scale_max=256.0),
     ".4over6_mae.448": Recipe(colwise=False, four_over_six="mae"),
     ".4over6_mse.448": Recipe(colwise=False, four_over_six="mse"),
+    ".16x16.4over6_mae": Recipe(block2d=True, four_over_six="mae", scale_max=256.0),
+    ".16x16.4over6_mse": Recipe(block2d=True, four_over_six="mse", scale_max=256.0),
     ".swizzled": Recipe(swizzled=True),
+    ".rht.swizzled": Recipe(rotated=True, swizzled=True),
     ".row_scaled": Recipe(colwise=False, row_scaled=True),
     ".row_scaled.4over6_mae": Recipe(colwise=False, row_scaled=True, four_over_six="mae", scale_max=256.0),
+    ".row_scaled.4over6_mse.448": Recipe(colwise=False, row_scaled=True, four_over_six="mse"),
 }
 
 
@@ -205,8 +209,9 @@ def _described(recipe: Recipe) -> str:
         copies.append(f"transposed column-wise {'16x16' if recipe.block2d else '16x1'}{' rotated' * recipe.rotated}")
     parts = [" and ".join(copies), "with an amax for each row" if recipe.row_scaled else "each with its amax"]
     if recipe.four_over_six:
+        what = "tile" if recipe.block2d else "block"
         parts.append(
-            f"each block at scale 6 or 4, by {recipe.four_over_six.upper()}, scales up to {recipe.scale_max:g}"
+            f"each {what} at scale 6 or 4, by {recipe.four_over_six.upper()}, scales up to {recipe.scale_max:g}"
         )
     if recipe.stochastic:
         parts.append("rounded stochastically (exact given the seed)")
