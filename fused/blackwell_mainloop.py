@@ -42,8 +42,8 @@ EPILOGUE_WARPS = 8
 THREADS = WARPGROUP + 32 * EPILOGUE_WARPS
 # Of the first warpgroup; its last two warps put scales together.
 LOAD_WARP, MULTIPLY_WARP, FIRST_SCALE_WARP = 0, 1, 2
-LOAD_REGISTERS = 40
-EPILOGUE_REGISTERS = 232
+LOAD_REGISTERS = 56
+EPILOGUE_REGISTERS = 224
 TENSOR_COLUMNS = 512
 # In the last tiles of a sum the inputs of an epilogue are brought into L2, a part in each.
 PREFETCHES = 32
