@@ -328,6 +328,30 @@ def bench(
 
 
 @app.command()
+def architectures(
+    paths: Annotated[str, typer.Option(help="Shell pattern on path ids.")] = "grouped_*",
+    examples: Annotated[int, typer.Option(min=1, help="Cases of each path.")] = 5,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the drawn cases.")] = 0,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Run kernels on virtual GPUs, not references.")] = False,
+    out: Annotated[FilePath | None, typer.Option(help="File for the result: Markdown if it ends so, or JSON.")] = None,
+) -> None:
+    """Compare the same cases on Hopper and Blackwell: which outputs differ by accumulator, and how far."""
+    from moe_numerics.architectures import as_json, as_markdown, compare_paths
+    from moe_numerics.paths import match_paths
+    from moe_numerics.report.atomic import write_files
+
+    found = []
+    for each in compare_paths(match_paths(paths), examples, seed, kernels=kernels):
+        found.append(each)
+        equal, elements = (sum(getattr(f, name) for f in each.findings) for name in ("bit_equal", "elements"))
+        said = "the same" if each.same else f"{equal:,} of {elements:,} the same, by {' / '.join(each.accumulators)}"
+        _console.print(f"{each.path}: {said}", markup=False, soft_wrap=True)
+    if out is not None:
+        text = as_markdown(found, kernels) if out.suffix == ".md" else json.dumps(as_json(found, kernels), indent=1)
+        write_files(out.parent, {out.name: text.rstrip("\n") + "\n"})
+
+
+@app.command()
 def exhaustive(
     device: Annotated[str | None, typer.Option("--device", help="Device to run on.")] = None,
     out: Annotated[FilePath | None, typer.Option(help="File for the figures as JSON.")] = None,
