@@ -8,14 +8,21 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from moe_numerics import bounds
-from moe_numerics.bounds import Arithmetic, BoundError, Enclosure
+from moe_numerics import activation_bounds, gemm_bounds
+from moe_numerics.bounds import Arithmetic, BoundError, Enclosure, expert_sum, largest
 from moe_numerics.cases import Case
 from moe_numerics.compare import compare_output, unchecked_output
 from moe_numerics.devices import fill_bits
 from moe_numerics.explaining import Verdict, explain_mxfp8
 from moe_numerics.findings import Finding
-from moe_numerics.operations import ActivationBackward, ActivationForward, ActivationThenNvfp4, Mxfp8Copies
+from moe_numerics.gemm_operations import MatmulQuantize, Product, WeightGradient
+from moe_numerics.operations import (
+    ActivationBackward,
+    ActivationForward,
+    ActivationThenNvfp4,
+    Mxfp8Copies,
+    Nvfp4Copies,
+)
 from moe_numerics.paths import OutputSpec, Path
 from moe_numerics.reference.contract import Contract
 from moe_numerics.reference.formats import FloatFormat
@@ -28,9 +35,12 @@ UNDECIDED = "bounds do not decide an Inf in the inputs, nor products that may le
 
 @dataclasses.dataclass(frozen=True)
 class Enclosed:
-    """What bounds say of one case: the values that are rounded or quantised to `element`, and float outputs by name."""
+    """What bounds say of one case: the values that are quantised to `element`, and float outputs by name.
 
-    values: Enclosure
+    Without values there is no rounding step before those of the contract, and no bit of another output may differ.
+    """
+
+    values: Enclosure | None
     element: FloatFormat | None
     floats: Mapping[str, Enclosure]
 
@@ -39,30 +49,47 @@ def enclose(path: Path, case: Case, contract: Contract, arithmetic: Arithmetic) 
     """The enclosures of a path's outputs for a case. BoundError: none are derived for this path."""
     operation = path.operation.activation if isinstance(path.operation, ActivationThenNvfp4) else path.operation
     tensors, experts = case.tensors(path.inputs), path.experts(case)
+    if isinstance(operation, Mxfp8Copies | Nvfp4Copies):
+        # What is quantised is the input: no rounding step comes before the contract's, so nothing may differ.
+        return Enclosed(None, None, {})
+    if isinstance(operation, Product | WeightGradient):
+        return Enclosed(
+            None, None, {"out": gemm_bounds.product_of(operation, case, tensors, experts, contract, arithmetic)}
+        )
     floats: dict[str, Enclosure] = {}
-    element: FloatFormat | None
-    if isinstance(operation, Mxfp8Copies):
-        if operation.blocks.block2d or operation.blocks.swizzled:
-            raise BoundError(f"{path.id}: enclosures are derived for 1x32 and 32x1 blocks with scales in plain order")
-        valid = experts.valid_rows().unsqueeze(1)
-        values, element = Enclosure.exact(torch.where(valid, tensors["x"].float(), 0.0)), operation.element
+    if isinstance(operation, MatmulQuantize):
+        values, floats = gemm_bounds.layer_of(operation, case, tensors, experts, contract, arithmetic)
     elif isinstance(operation, ActivationForward):
-        if "bias" in tensors:
-            raise BoundError(
-                f"{path.id}: errors of activations are measured for bfloat16 inputs, not for sums with bias"
-            )
-        element = operation.element
+        factors = activation_bounds.probabilities(tensors, experts)
+        x = activation_bounds.given(
+            tensors, "x" if operation.activation.inputs == 1 else "gate_up", experts, arithmetic
+        )
         if isinstance(operation, ActivationBackward):
-            values, dprob = bounds.backward(operation.activation, tensors, experts, case.layout, arithmetic)
-            floats["dprob"] = dprob
+            grad = activation_bounds.given(tensors, "grad", experts, arithmetic)
+            values, floats["dprob"] = activation_bounds.backward(
+                operation.activation, grad, x, case.layout, arithmetic, factors
+            )
+            if operation.bias:
+                floats["dbias"] = expert_sum(values, experts)
         else:
-            values = bounds.forward(operation.activation, tensors, experts, case.layout, arithmetic)
+            values = activation_bounds.forward(operation.activation, x, case.layout, arithmetic, factors)
     else:
         raise BoundError(f"{path.id}: no enclosures are derived for it")
+    return _written(values, operation.element, floats, experts, contract)
+
+
+def _written(
+    values: Enclosure,
+    element: FloatFormat | None,
+    floats: dict[str, Enclosure],
+    experts: Experts,
+    contract: Contract,
+) -> Enclosed:
+    """With what `elementwise.write_values` gives for the values."""
     if element is None:
         floats["out"] = values.converted(mantissa_bits=7)
     staged = element is not None and contract.staging == "bfloat16"
-    floats["amax"] = bounds.largest(values.converted(mantissa_bits=7) if staged else values, experts)
+    floats["amax"] = largest(values.converted(mantissa_bits=7) if staged else values, experts)
     return Enclosed(values, element, floats)
 
 
@@ -85,7 +112,7 @@ def compare_bounded(
     enclosed = enclose(path, case, contract, arithmetic)
     experts = path.experts(case)
     verdicts: dict[str, Verdict] = {}
-    if enclosed.element is not None:
+    if enclosed.element is not None and enclosed.values is not None:
         verdicts = explain_mxfp8(enclosed.values, got, enclosed.element, contract, experts)
     if isinstance(path.operation, ActivationThenNvfp4) and "out" in got:
         tensors = case.tensors(path.inputs)

@@ -20,29 +20,22 @@ of float32 in some order. A NaN in an input is decided: the result is NaN. The s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moe_numerics.activation_errors import FUNCTIONS, KINDS, error_of
-from moe_numerics.reference import elementwise, oracle
-from moe_numerics.reference.activations import UNARY_ACTIVATIONS, Activation
-from moe_numerics.reference.exact_math import float32
-from moe_numerics.reference.gated_activations import ClampedSwiglu, Gated, SituGlu, StepSwiglu
+from moe_numerics.activation_errors import KINDS
 from moe_numerics.reference.ragged import Experts
-from moe_numerics.reference.tensor_core import find_model
-from moe_numerics.reference.unary_activations import QuickGelu, Sigmoid, UnaryActivation
+from moe_numerics.reference.tensor_core import accumulation_bound, find_model
 
 __all__ = [
     "Arithmetic",
     "BoundError",
     "Enclosure",
+    "accumulated",
     "accumulation_factor",
-    "backward",
-    "forward",
+    "expert_sum",
     "half_spacing",
     "largest",
     "product",
@@ -172,6 +165,26 @@ def largest(values: Enclosure, experts: Experts) -> Enclosure:
     return Enclosure((lower + upper) / 2, (upper - lower) / 2, torch.stack(decided))
 
 
+def expert_sum(terms: Enclosure, experts: Experts) -> Enclosure:
+    """The sum of each expert's rows, [experts, columns], in any order; 0 for an expert without rows."""
+    sums = []
+    for start, count in zip(experts.starts, experts.counts, strict=True):
+        rows = slice(start, start + count)
+        sums.append(row_sum(Enclosure(terms.value[rows], terms.error[rows], terms.decided[rows]), dim=0))
+    parts = zip(*((each.value, each.error, each.decided) for each in sums), strict=True)
+    return Enclosure(*(torch.stack(part) for part in parts))
+
+
+def accumulated(left: Tensor, right: Tensor, model: str) -> Enclosure:
+    """left [M, K] @ right [K, N], bfloat16, as a tensor core of the model sums it, in one chain over K."""
+    exact = left.double() @ right.double()
+    error = accumulation_bound(left, right, model=model)
+    # float64 itself loses a little in a long sum.
+    error = error + left.shape[1] * 2.0**-52 * (left.double().abs() @ right.double().abs())
+    inside = torch.isfinite(exact) & torch.isfinite(error)
+    return Enclosure(exact, torch.where(inside, error, 0.0), inside)
+
+
 def accumulation_factor(model: str, k: int, restart: int = 0) -> float:
     """How far a tensor-core sum over K can be from the exact one, over the sum of the products' magnitudes.
 
@@ -191,183 +204,3 @@ def accumulation_factor(model: str, k: int, restart: int = 0) -> float:
     chains = -(-k // restart) if restart and k else 1
     of_chain = (1 + of_group) ** groups - 1 if row.rounding == "rne_f16" else groups * of_group
     return (1 + of_chain) * (1 + 2.0**-24) ** (chains - 1) - 1
-
-
-def _name(activation: Activation) -> str:
-    """The table's name of a unary activation. BoundError: it has parameters that were not measured."""
-    if activation == Sigmoid():
-        return "sigmoid"
-    for name, known in UNARY_ACTIVATIONS.items():
-        if known == activation:
-            return name
-    raise BoundError(f"{activation!r} has parameters whose errors are not measured")
-
-
-_SEVERAL_OPERATORS = ("qgelu", "tanh_srelu", "situ_gate", "situ_up")
-"""Functions that PyTorch code computes by several operators: bfloat16 intermediate values are rounded inside."""
-
-
-def _monotone(function: Callable[[Tensor], Tensor], x: Enclosure, added: Tensor) -> Enclosure:
-    """An increasing function of what is enclosed, whose own error is `added`."""
-    value = function(x.value)
-    away = torch.maximum(function(x.value + x.error) - value, value - function(x.value - x.error))
-    return Enclosure(value, away + added, x.decided)
-
-
-def _quick_gelu_by_operators(x: Tensor, arithmetic: Arithmetic) -> Enclosure:
-    """x * sigmoid(alpha * x), each operator's result rounded to bfloat16: so the table's error of sigmoid applies."""
-    alpha = Enclosure.exact(torch.full_like(x, QuickGelu().alpha))
-    argument = product(arithmetic, Enclosure.exact(x), alpha)
-    measured = error_of("sigmoid", arithmetic.functions)
-    largest_value = oracle.sigmoid(argument.value + argument.error)
-    added = measured.bound(largest_value, torch.ones_like(largest_value))
-    sigmoid = _monotone(oracle.sigmoid, argument, added).rounded(arithmetic.unit - 2.0**-24, arithmetic.underflow)
-    return product(arithmetic, Enclosure.exact(x), sigmoid)
-
-
-def _apply(name: str, x: Tensor, arithmetic: Arithmetic) -> Enclosure:
-    """A measured function of bfloat16 values, each a float32 or rounded to the intermediate type."""
-    if arithmetic.intermediate == "bfloat16" and name.rstrip("'") in _SEVERAL_OPERATORS:
-        if name == "qgelu":
-            return _quick_gelu_by_operators(x, arithmetic)
-        raise BoundError(f"no bound of {name} is derived where the results of its operators are rounded to bfloat16")
-    try:
-        measured = error_of(name, arithmetic.functions)
-    except KeyError:
-        raise BoundError(
-            f"functions = {arithmetic.functions!r}: no bound of {name} under them is derived; it has "
-            f"{', '.join(kind for kind in KINDS if _has(name, kind))}"
-        ) from None
-    function, wide = FUNCTIONS[name], x.double()
-    value = function.oracle(wide)
-    error = torch.where(torch.isfinite(value), measured.bound(value, function.weight(wide)), 0.0)
-    result = Enclosure(value, error, ~torch.isinf(wide) & ~torch.isinf(value))
-    return (
-        result.rounded(arithmetic.unit - 2.0**-24, arithmetic.underflow)
-        if arithmetic.intermediate == "bfloat16"
-        else result
-    )
-
-
-def _has(name: str, kind: str) -> bool:
-    try:
-        error_of(name, kind)
-    except KeyError:
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """A gated activation as a product: activated(gate) * linear(up), and the derivatives where those were asked for."""
-
-    activated: Enclosure
-    linear: Enclosure
-    slope: Enclosure | None = None
-    linear_slope: Enclosure | None = None
-
-
-def _parts(activation: Activation, gate: Tensor, up: Tensor, arithmetic: Arithmetic, slopes: bool) -> _Parts:
-    def apply(name: str, x: Tensor) -> Enclosure:
-        return _apply(name, x, arithmetic)
-
-    match activation:
-        case Gated(activation=unary):
-            name = _name(unary)
-            return _Parts(apply(name, gate), Enclosure.exact(up), apply(f"{name}'", gate) if slopes else None)
-        case ClampedSwiglu(limit=limit, alpha=alpha, offset=offset):
-            bound = math.inf if limit is None else float32(limit)
-            name = "silu" if alpha == 1.0 else _name(QuickGelu(alpha))
-            clamped = gate.clamp(max=bound)
-            linear = Enclosure.exact(up.clamp(-bound, bound))
-            if offset:
-                linear = Enclosure(linear.value + float32(offset), linear.error, linear.decided).rounded(
-                    arithmetic.unit
-                )
-            slope = apply(f"{name}'", clamped).where(~(gate > bound)) if slopes else None
-            inside = Enclosure.exact(torch.ones_like(up)).where(~(up.abs() > bound)) if slopes else None
-            return _Parts(apply(name, clamped), linear, slope, inside)
-        case StepSwiglu(limit=limit):
-            bound = math.inf if limit is None else float32(limit)
-            activated = apply("silu", gate)
-            above = activated.value > bound
-            # Near the limit either side of the clamp, and of its mask, may be right.
-            near = (activated.value - bound).abs() <= activated.error
-            clamped_value = Enclosure(activated.value.clamp(max=bound), activated.error, activated.decided)
-            slope = None
-            inside = None
-            if slopes:
-                slope = apply("silu'", gate).where(~above)
-                slope = Enclosure(slope.value, slope.error, slope.decided & ~near)
-                inside = Enclosure.exact(torch.ones_like(up)).where(~(up.abs() > bound))
-            return _Parts(clamped_value, Enclosure.exact(up.clamp(-bound, bound)), slope, inside)
-        case SituGlu() if activation == SituGlu():
-            names = ("situ_gate'", "situ_up'")
-            derivatives = (
-                [apply(name, x) for name, x in zip(names, (gate, up), strict=True)] if slopes else [None, None]
-            )
-            return _Parts(apply("situ_gate", gate), apply("situ_up", up), derivatives[0], derivatives[1])
-    raise BoundError(f"{activation!r} has parameters whose errors are not measured")
-
-
-def _wide(case_tensors: Mapping[str, Tensor], name: str, experts: Experts) -> Tensor:
-    x = case_tensors[name]
-    valid = experts.valid_rows(x.device)
-    return torch.where(valid.view(-1, *[1] * (x.dim() - 1)), x.float(), 0.0)
-
-
-def _prob(tensors: Mapping[str, Tensor], experts: Experts) -> list[Enclosure]:
-    if tensors.get("prob") is None:
-        return []
-    return [Enclosure.exact(_wide(tensors, "prob", experts).unsqueeze(1))]
-
-
-def forward(
-    activation: Activation, tensors: Mapping[str, Tensor], experts: Experts, layout: str, arithmetic: Arithmetic
-) -> Enclosure:
-    """activation(gate, up) times prob before it is rounded or quantised, [capacity, hidden]; 0 in rows without owner.
-
-    tensors: of a case of an activation path, without bias. BoundError: the arithmetic does not reach the activation.
-    """
-    probabilities = _prob(tensors, experts)
-    if isinstance(activation, UnaryActivation):
-        factors = [_apply(_name(activation), _wide(tensors, "x", experts), arithmetic)]
-    else:
-        gate, up = elementwise.split_gate_up(_wide(tensors, "gate_up", experts), layout)
-        parts = _parts(activation, gate, up, arithmetic, slopes=False)
-        factors = [parts.activated, parts.linear]
-    return product(arithmetic, *factors, *probabilities)
-
-
-def backward(
-    activation: Activation, tensors: Mapping[str, Tensor], experts: Experts, layout: str, arithmetic: Arithmetic
-) -> tuple[Enclosure, Enclosure]:
-    """(the gradient of the inputs before it is rounded or quantised, dprob [capacity]); arguments as for `forward`."""
-    grad = Enclosure.exact(_wide(tensors, "grad", experts))
-    incoming = [grad, *_prob(tensors, experts)]
-    if isinstance(activation, UnaryActivation):
-        name, x = _name(activation), _wide(tensors, "x", experts)
-        values = [_apply(name, x, arithmetic)]
-        slope = _apply(f"{name}'", x, arithmetic)
-        gradient = _masked(product(arithmetic, *incoming, slope), slope)
-    else:
-        gate, up = elementwise.split_gate_up(_wide(tensors, "gate_up", experts), layout)
-        parts = _parts(activation, gate, up, arithmetic, slopes=True)
-        assert parts.slope is not None
-        values = [parts.activated, parts.linear]
-        dgate = _masked(product(arithmetic, *incoming, parts.linear, parts.slope), parts.slope)
-        extra = [] if parts.linear_slope is None else [parts.linear_slope]
-        dup = product(arithmetic, *incoming, parts.activated, *extra)
-        if parts.linear_slope is not None:
-            dup = _masked(dup, parts.linear_slope)
-        joined = [
-            elementwise.join_gate_up(a, b, layout)
-            for a, b in ((dgate.value, dup.value), (dgate.error, dup.error), (dgate.decided, dup.decided))
-        ]
-        gradient = Enclosure(*joined)
-    return gradient, row_sum(product(arithmetic, grad, *values))
-
-
-def _masked(gradient: Enclosure, slope: Enclosure) -> Enclosure:
-    """Exactly 0 where the slope is exactly 0, whatever is multiplied by it: a masked gradient is selected."""
-    return gradient.where(~((slope.value == 0) & (slope.error == 0) & slope.decided))

@@ -36,7 +36,8 @@ class TrainingStep:
         """Whether results depend on random bits, which are keyed by the number of the expert."""
         return self.operands == "nvfp4"
 
-    def _choices(self, case: Case, contract: Contract) -> grouped_mlp.Step:
+    def choices(self, case: Case, contract: Contract) -> grouped_mlp.Step:
+        """What the step is told to do for a case."""
         return grouped_mlp.Step(
             self.operands,
             self.activation,
@@ -97,13 +98,13 @@ class TrainingStep:
         return codes | {f"{name}_amax_{which}": ((experts,), torch.float32) for which in ("rowwise", "colwise")}
 
     def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
-        results = grouped_mlp.step(**tensors, alignment=case.alignment, choices=self._choices(case, contract))
+        results = grouped_mlp.step(**tensors, alignment=case.alignment, choices=self.choices(case, contract))
         return _with_one_dimension(results)
 
     def fused(self, case: Case, tensors: Tensors, contract: Contract, out: Tensors) -> None:
         from moe_numerics.fused.grouped_mlp import step
 
-        results = step(**tensors, alignment=case.alignment, choices=self._choices(case, contract))
+        results = step(**tensors, alignment=case.alignment, choices=self.choices(case, contract))
         # A step allocates its results, whose unowned rows hold anything.
         for name, result in _with_one_dimension(results).items():
             owned = self._owned(case, name, result)

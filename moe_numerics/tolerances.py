@@ -14,18 +14,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_numerics.accumulators import accumulator
 from moe_numerics.bounds import Arithmetic, accumulation_factor
+from moe_numerics.gemm_operations import FirstLayer, MatmulQuantize, Product, WeightGradient
 from moe_numerics.operations import ActivationForward, ActivationThenNvfp4, Mxfp8Copies, Nvfp4Copies
 from moe_numerics.paths import Path
 from moe_numerics.reference.tensor_core import MODELS
+from moe_numerics.step_operations import TrainingStep
 
 __all__ = ["PEERS", "Subject", "Tolerance", "as_json", "as_pytest", "derived", "subject_of", "tolerances_for"]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared: the kind of operation ("activation" or "quantize"), direction, number format, and output.
+    """What is compared: the kind of operation, direction, number format, and output.
 
+    operation: "activation" (fused with a matrix product or not), "gemm" or "quantize".
     output: "values", "scales", "codes", "amax", "dprob" or "dbias".
     """
 
@@ -182,6 +186,7 @@ PEERS: tuple[Tolerance, ...] = (
         (0.1, 0.01),
         (
             ("activation", "*", "bf16", "values"),
+            ("gemm", "*", "bf16", "values"),
             *(("activation", "*", "*", output) for output in ("amax", "dprob")),
             *(("activation", "*", form, "scales") for form in ("mxfp8_e4m3", "mxfp8_e5m2")),
         ),
@@ -269,6 +274,12 @@ def subject_of(path: Path, output: str) -> Subject:
     parts = path.id.split(".")
     if isinstance(path.operation, Mxfp8Copies | Nvfp4Copies):
         return Subject("quantize", "fwd", parts[1], output)
+    if isinstance(path.operation, FirstLayer):
+        return Subject("activation", parts[3], parts[4], output)
+    if isinstance(path.operation, TrainingStep):
+        return Subject("gemm", "fwd", parts[2], output)
+    if isinstance(path.operation, MatmulQuantize | Product | WeightGradient):
+        return Subject("gemm", "fwd" if parts[1] in ("matmul", "quantize") else "bwd", parts[2], output)
     return Subject("activation", parts[1], parts[2], output)
 
 
@@ -293,35 +304,45 @@ def derived(path: Path, k: int, arithmetic: Arithmetic | None = None) -> tuple[D
     The bounds of given inputs are smaller, element by element: `check(..., arithmetic=...)` uses those.
     """
     chosen = arithmetic or Arithmetic()
-    unit = chosen.unit
-    found: list[Derived] = []
     operation = path.operation.activation if isinstance(path.operation, ActivationThenNvfp4) else path.operation
-    if isinstance(operation, ActivationForward):
-        products = 2 + operation.activation.inputs
-        found.append(
-            Derived(
-                "values",
-                (1 + unit) ** products - 1,
-                "the exact value; to this add the activation's own error",
-                f"{products} products in {chosen.intermediate}",
-            )
-        )
+    found: list[Derived] = []
+    if isinstance(operation, Mxfp8Copies | Nvfp4Copies):
+        found.append(Derived("codes, scales, amax", 0.0, "", "exact: the input is what is quantised"))
+    if isinstance(operation, ActivationForward | FirstLayer):
+        found.append(_of_products(2 + operation.activation.inputs, chosen))
+    if isinstance(operation, ActivationForward | MatmulQuantize):
         if operation.element is None:
             found.append(Derived("out", 2.0**-8, "what is rounded", "rounding to bfloat16, half a unit"))
         else:
             found.append(Derived("codes, scales", 0.0, "", "some values inside their bounds give exactly these bytes"))
-    else:
-        found.append(Derived("codes, scales, amax", 0.0, "", "exact: the input is what is quantised"))
-    if any(spec.name == "dprob" for spec in path.outputs):
-        n = max(k - 1, 0)
-        relative = n * 2.0**-24 / (1 - n * 2.0**-24)
-        found.append(Derived("dprob", relative, "the sum of magnitudes", f"float32 sum of {k} terms in any order"))
-    for name in MODELS:
-        if not name.startswith(("sm_90.", "sm_100.")) or name.endswith("f16acc"):
-            continue
-        relative = accumulation_factor(name, k)
-        found.append(Derived(f"GEMM {name}", relative, "the sum of magnitudes of the products", f"truncation, K = {k}"))
+    elif isinstance(operation, Product | WeightGradient) and operation.dtype == torch.bfloat16:
+        found.append(Derived("out", 2.0**-8, "what is rounded", "rounding to bfloat16, half a unit"))
+    for name, terms in (("dprob", f"{k} columns"), ("dbias", f"{k} rows")):
+        if any(spec.name == name for spec in path.outputs):
+            relative = (k - 1) * 2.0**-24 / (1 - (k - 1) * 2.0**-24)
+            found.append(Derived(name, relative, "the sum of magnitudes", f"float32 sum of {terms} in any order"))
+    for model in _models(path):
+        relative = accumulation_factor(model, k)
+        found.append(
+            Derived(f"GEMM {model}", relative, "the sum of magnitudes of the products", f"truncation, K = {k}")
+        )
     return tuple(found)
+
+
+def _of_products(count: int, arithmetic: Arithmetic) -> Derived:
+    return Derived(
+        "values",
+        (1 + arithmetic.unit) ** count - 1,
+        "the exact value; to this add the activation's own error",
+        f"{count} products in {arithmetic.intermediate}",
+    )
+
+
+def _models(path: Path) -> list[str]:
+    """The accumulators of the path's targets; of a path without a matrix product all that may come before it."""
+    if path.operands is not None:
+        return list(dict.fromkeys(accumulator(target, path.operands) for target in path.targets))
+    return [name for name in MODELS if name.startswith(("sm_90.", "sm_100.")) and not name.endswith("f16acc")]
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
@@ -365,7 +386,6 @@ def as_pytest(path: Path, k: int, arithmetic: Arithmetic) -> str:
         f'"""Judges a kernel on {path.id} by derived bounds: replace `kernel`."""',
         "",
         "import moe_numerics",
-        "from moe_numerics.bounds import Arithmetic",
         "",
         "",
         f"# Of a tensor-core sum over K = {k}, relative to the sum of magnitudes of the products:",
@@ -373,7 +393,7 @@ def as_pytest(path: Path, k: int, arithmetic: Arithmetic) -> str:
         "# What tests of others allow:",
         *(f"#   {e['peer']} {e['version']}, {', '.join(e['outputs'])}: {e['criterion']}" for e in _entries(path)),
         "def test_kernel() -> None:",
-        f"    arithmetic = Arithmetic({arithmetic.functions!r}, {arithmetic.intermediate!r})",
+        f"    arithmetic = moe_numerics.Arithmetic({arithmetic.functions!r}, {arithmetic.intermediate!r})",
         f"    moe_numerics.check(kernel, {path.id!r}, arithmetic=arithmetic).raise_if_unexplained()",
     ]
     return "\n".join(lines)
