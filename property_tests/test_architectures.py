@@ -6,12 +6,13 @@ page that leaves an output out.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
-from moe_numerics import accumulators, architectures, cli
+from moe_numerics import accumulators, architectures, campaign, cli
 from moe_numerics.paths import all_paths, find_path
 
 BF16 = find_path("grouped_gemm.dgrad.bf16")
@@ -35,6 +36,15 @@ def test_a_path_says_which_targets_it_lacks() -> None:
     assert BF16.lacking("sm_90a") == BF16.lacking("sm_103a") == ""
     assert "no kernel for sm_120a" in BF16.lacking("sm_120a")
     assert find_path("swiglu.fwd.bf16").lacking("sm_120a") == ""
+
+
+def test_a_device_without_a_kernel_skips_the_path_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    hopper_only = dataclasses.replace(BF16, targets=("sm_90a",))
+    assert hopper_only.devices == ("virtual:sm_90a", "cuda")
+    monkeypatch.setattr(campaign, "find_path", lambda _: hopper_only)
+    result = campaign.run_task(campaign.Task(BF16.id, "virtual:sm_100a", "suite", 1, 0)).result
+    assert (result.status, result.cases) == ("skipped", 0)
+    assert result.reason == "no kernel for sm_100a: it has sm_90a"
 
 
 def test_bfloat16_is_the_same_on_both_and_block_scaled_operands_are_not() -> None:
