@@ -361,7 +361,10 @@ def _run_all(plan: Plan) -> Iterator[TaskResult]:
     virtual = [task for task in plan.tasks() if task.device.startswith("virtual:")]
     try:
         if virtual:
-            submit(plan.workers, (list(group) for _, group in groupby(virtual, key=lambda task: task.path)))
+            groups = [list(group) for _, group in groupby(virtual, key=lambda task: task.path)]
+            if len(groups) < plan.workers:
+                groups = [[task] for task in virtual]
+            submit(plan.workers, sorted(groups, key=lambda group: not _multiplies(group[0])))
         for device in plan.devices:
             if not device.startswith("virtual:"):
                 tasks = [task for task in plan.tasks() if task.device == device]
@@ -372,6 +375,11 @@ def _run_all(plan: Plan) -> Iterator[TaskResult]:
     finally:
         for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _multiplies(task: Task) -> bool:
+    """Whether the path has a GEMM: such tasks take longest, and begin first lest one process end long after others."""
+    return find_path(task.path).space(task.profile).depth_multiple > 0
 
 
 def _prepare() -> None:

@@ -236,7 +236,9 @@ class SharedRaces(Order):
         rows = pieces >> 4
         written = self.written.reshape(-1, 16 // self.granule)[rows].reshape(-1)
         if int(written.max()) >> TIME > self.start_time:
-            cells = self._granules(rows)
+            # A copy writes many granules in one go: the first of each run of equal writes stands for the others.
+            runs = np.flatnonzero(np.append(True, written[1:] != written[:-1]))
+            cells, written = self._granules(rows)[runs], written[runs]
             self._check_writers(w, np.full(cells.size, thread), cells, written, "read", False)
             at = np.flatnonzero((written > 0) & (written >> ASYNC & 1 == 0))
             writers, times = (written[at] & THREAD) - 1, written[at] >> TIME

@@ -107,6 +107,9 @@ class Wave:
 
         self.live = np.ones(self.threads, bool)
         self.all_live = True
+        self.live_count = self.threads
+        # Bits of the living lanes of each warp, made when needed.
+        self._live_lanes: Array | None = None
         self.barriers = NamedBarriers(self)
         self.cluster_barrier = ClusterBarrier(self)
         self.mbarriers = Mbarriers(self)
@@ -257,6 +260,8 @@ class Wave:
         else:
             self.live[i] = False
         self.all_live = False
+        self.live_count = int(np.count_nonzero(self.live))
+        self._live_lanes = None
         self.barriers.threads_left(i)
         if self.cluster_barrier.parked:
             self.cluster_barrier.complete()
@@ -277,14 +282,16 @@ class Wave:
                 "warp_mask", "the thread executes a .sync instruction whose member mask does not name it",
                 k if i is None else int(i[k]),
             )  # fmt: skip
-        if i is None and self.per_block % 32 == 0 and self.all_live:
+        if lanes.size == self.live_count:
+            # Everybody who lives is here.
             return i, NOBODY
         warps = self.warp if i is None else self.warp[i]
         bits = np.uint32(1) << lanes
         size = self.block_count * self.warps_per_block
         here = np.bincount(warps, bits, size).astype(np.uint32)
-        alive = np.bincount(self.warp, (np.uint32(1) << self.lane) * self.live, size).astype(np.uint32)
-        wanted = masks & alive[warps]
+        if self._live_lanes is None:
+            self._live_lanes = np.bincount(self.warp, (np.uint32(1) << self.lane) * self.live, size).astype(np.uint32)
+        wanted = masks & self._live_lanes[warps]
         complete = (wanted & ~here[warps]) == 0
         if complete.all():
             return i, NOBODY
