@@ -94,8 +94,9 @@ def _apply(name: str, x: Enclosure, arithmetic: Arithmetic) -> Enclosure:
     measured = _measured(name, arithmetic.functions, "float32" if enclosed else "bfloat16")
     function, value = FUNCTIONS[name], FUNCTIONS[name].oracle(x.value)
     if enclosed:
-        moved = _moved(name, x)
         weight = torch.maximum(function.weight(x.value - x.error), function.weight(x.value + x.error))
+        # Below its mask a function is 0, whatever the operand's error.
+        moved = torch.where(weight > 0, _moved(name, x), 0.0)
         error = moved + measured.bound(value.abs() + moved, weight)
     else:
         error = measured.bound(value, function.weight(x.value))

@@ -41,7 +41,7 @@ from moe_numerics.cases import Case
 from moe_numerics.checking import binding
 from moe_numerics.drawing import Space, draw_cases
 from moe_numerics.operations import ActivationBackward, ActivationForward, ActivationThenNvfp4
-from moe_numerics.paths import Path, find_path
+from moe_numerics.paths import Path, all_paths, find_path
 from moe_numerics.report.atomic import write_files
 
 CHUNK = 25
@@ -115,6 +115,14 @@ def _by_oracle(activation: Activation, operands: tuple[Tensor, ...], grad: Tenso
     return [oracle.round_once(x, torch.float32) for x in results]
 
 
+def _sum_of_rows(values: Tensor, experts: Experts) -> Tensor:
+    """Each expert's sum over its rows, in a drawn order."""
+    sums = []
+    for start, count in zip(experts.starts, experts.counts, strict=True):
+        sums.append(values[start : start + count][torch.randperm(count)].sum(0))
+    return torch.stack(sums)
+
+
 @dataclass(frozen=True)
 class Correct:
     """A kernel of others that is right. by: "torch", "oracle", "eager" or "torchao"."""
@@ -133,7 +141,8 @@ class Correct:
         assert isinstance(operation, ActivationForward)
         backward = isinstance(operation, ActivationBackward)
         activation, source = operation.activation, "x" if operation.activation.inputs == 1 else "gate_up"
-        names = ("grad",) * backward + (source, "offsets", "counts", "prob")
+        biased = any(spec.name == "bias" for spec in path.inputs)
+        names = ("grad",) * backward + (source, "offsets", "counts", "prob") + ("bias",) * biased
         written = ("out",) if self.by == "eager" else tuple(spec.name for spec in path.outputs)
 
         @moe_numerics.kernel(
@@ -156,7 +165,10 @@ class Correct:
             if self.by == "eager":
                 operands = (x,) if source == "x" else elementwise.split_gate_up(x, layout)
                 return {"out": (_torch_forward(activation, operands) * scale).to(torch.bfloat16)}
-            wide = x.float()
+            wide = x.float() if self.by == "torch" else x.double()
+            if biased:
+                shifts = given["bias"].to(wide.dtype)[experts.row_expert(x.device).clamp(min=0)]
+                wide = torch.where(valid, wide + shifts, 0.0)
             operands = (wide,) if source == "x" else elementwise.split_gate_up(wide, layout)
             grad = torch.where(valid, given["grad"], 0.0).float() if backward else None
             compute = _by_torch if self.by == "torch" else _by_oracle
@@ -168,6 +180,8 @@ class Correct:
             outputs = elementwise.write_values(values, experts, operation.element, contract)
             if backward:
                 outputs["dprob"] = results[-1]
+            if backward and biased:
+                outputs["dbias"] = _sum_of_rows(values, experts)
             if composed:
                 recipe = path.operation.copies.recipe  # type: ignore[union-attr]
                 outputs |= grouped_nvfp4.quantize(
@@ -180,7 +194,7 @@ class Correct:
 
 def correct_kernels() -> list[Correct]:
     """Every kernel that is judged."""
-    found = []
+    found, known = [], {path.id for path in all_paths()}
     names = [(name, "") for name in ACTIVATIONS] + [("clamped_swiglu", ".deepseek"), ("clamped_swiglu", ".step")]
     for name, variant in names:
         for direction in ("fwd", "bwd"):
@@ -189,6 +203,11 @@ def correct_kernels() -> list[Correct]:
                 path = f"{name}.{direction}.{form}{variant}"
                 found.append(Correct(path, "torch", Arithmetic("library")))
                 found.append(Correct(path, "oracle", Arithmetic("exact")))
+            for form in ("bf16", "mxfp8_e4m3"):
+                path = f"{name}.{direction}.{form}{variant}.bias"
+                if path in known and name not in ("gelu_erf", "geglu_erf", "situglu"):
+                    found.append(Correct(path, "torch", Arithmetic("library")))
+                    found.append(Correct(path, "oracle", Arithmetic("exact")))
         if name not in NOT_EAGER:
             found.append(Correct(f"{name}.fwd.bf16{variant}", "eager", Arithmetic("library", "bfloat16")))
     if importlib.util.find_spec("torchao") is not None:
@@ -213,7 +232,7 @@ def _drawn(path: Path, space: Space, task: Task, limit: float | None) -> Iterato
         for case in draw_cases(task.cases, task.seed + (attempt << 32), space):
             tensors = case.tensors(path.inputs)
             rows = path.experts(case).valid_rows()
-            floats = [x[rows] for name, x in tensors.items() if x.is_floating_point() and name != "bias"]
+            floats = [x if name == "bias" else x[rows] for name, x in tensors.items() if x.is_floating_point()]
             if limit is not None and any(bool((x.float().abs() > limit).any()) for x in floats):
                 continue
             yield case
