@@ -16,7 +16,7 @@ import torch
 from gemm_problems import DEVICE, INF, NAN, OUT, TALL, Problem, assert_equal, bits, fresh, hopper, problems
 from hypothesis import example, given
 from kernel_runs import kernel_examples, thorough
-from moe_numerics.fused import grouped_gemm, grouped_mlp
+from moe_numerics.fused import gemm_launch, grouped_gemm, grouped_mlp
 from moe_numerics.fused.gemm_problem import Tiling
 from moe_numerics.reference import grouped_gemm as reference_gemm
 from moe_numerics.reference import grouped_mlp as reference_mlp
@@ -224,6 +224,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "layout": ({"layout": "halves"}, "layout is 'halves': expected 'interleaved:32'"),
     "epilogue": ({"epilogue_input": "float16"}, "epilogue_input is 'float16'"),
     "out": ({"out": {}}, "out lacks 'preactivation'"),
+    "many experts": (
+        {
+            "offsets": torch.zeros(65537, dtype=torch.int32),
+            "weights": torch.zeros((65536, 64, 64), dtype=BF16, device="meta"),
+        },
+        "offsets describe 65536 experts: these kernels take at most 65535",
+    ),
     "strides": ({"x": torch.zeros((64, 8), dtype=BF16).t()}, "expected a contiguous tensor"),
 }
 
@@ -234,6 +241,13 @@ def test_bad_arguments_are_refused_before_a_launch(name: str) -> None:
     changes, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         _call(**changes)()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the same checks wherever the tensors are")
+def test_an_older_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_launch, "current_target", lambda: "sm_80")
+    with pytest.raises(ValueError, match="the target is sm_80: these kernels need sm_90a"):
+        _call()()
 
 
 def test_another_accumulator_is_refused() -> None:

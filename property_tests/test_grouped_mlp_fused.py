@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gemm_problems import DEVICE, NAN, Problem, Results, bits, hopper, problems
-from hypothesis import example, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from kernel_runs import kernel_examples, thorough
 from moe_numerics.fused import grouped_mlp
@@ -73,8 +73,8 @@ def tensors(problem: Problem, inputs: int) -> dict[str, Any]:
 
 
 def step_examples() -> settings:
-    """One drawn example in the quick profile: it is a dozen launches."""
-    return kernel_examples() if thorough() else settings(max_examples=1)
+    """The one example below in the quick profile: it is a dozen launches."""
+    return kernel_examples() if thorough() else settings(max_examples=1, phases=[Phase.explicit])
 
 
 @st.composite
@@ -85,7 +85,7 @@ def steps(draw: st.DrawFn) -> Problem:
     return Problem(drawn.counts, drawn.room, drawn.tail, *sizes, drawn.seed, min(drawn.spread, 3), special)
 
 
-TALL = Problem((130, 0, 33), (0, 2, 0), 3, 64, 96, 6, 2, 1.0)
+TALL = Problem((130, 0, 33), (0, 2, 0), 3, 96, 64, 6, 2, 1.0)
 
 RECIPES = {
     "bf16": Step("bf16", layout=grouped_mlp.INTERLEAVED),
@@ -111,6 +111,7 @@ def test_a_step_has_the_bits_of_the_reference(recipe: str, problem: Problem) -> 
     assert_steps_agree(grouped_mlp.step(**arguments, choices=choices), want, problem.experts, choices)
 
 
+@pytest.mark.skipif(not thorough(), reason="a second step of each recipe, in the thorough profile")
 def test_aligned_offsets_have_dense_copies() -> None:
     problem = Problem((40, 0, 33), (24, 0, 31), 0, 64, 32, 8, 3, 1.0)
     experts = Experts.from_offsets(*problem.ragged, problem.capacity, 32)
