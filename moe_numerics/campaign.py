@@ -148,7 +148,7 @@ def _gauntlet(path: Path, space: Space, columns: int) -> Case:
         padded=space.paddings[0],
         layout=space.layouts[0],
         prob=space.probs[0],
-        factors="products" if space.allow_specials else "spread",
+        factors=next(kind for kind in ("products", "spread", "gaussian") if kind in space.factor_kinds),
     ).replace(offsets_dtype=space.offsets_dtypes[0])
 
 

@@ -174,6 +174,7 @@ def _products() -> Iterator[Path]:
                     (OutputSpec("out", "float32", gradient, "expert"),),
                     WeightGradient(wide, operands),
                     operands=operands,
+                    extended=operands.form == "mxfp8",
                 )
                 continue
             yield _path(
@@ -183,7 +184,7 @@ def _products() -> Iterator[Path]:
                 (OutputSpec("out", "float32", rows, "token"),),
                 Product("matmul" if kind == "matmul" else "dgrad", wide, operands),
                 operands=operands,
-                extended=kind == "matmul",
+                extended=kind == "matmul" or operands.form == "nvfp4",
             )
     for label, form in _FORMS.items():
         if form.element is not None or form.rotated_amax:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -108,6 +108,7 @@ class Path:
     `accumulators.ACCUMULATORS`, None without one; depth_multiple: what the size that it sums is a multiple of, else 0.
     maths: that choice of its contracts. targets: those that its kernels are compiled for. extended: whether a run of
     everything on virtual GPUs leaves it out, because others have the same parts and it takes seconds to compile.
+    choices: fields of `Space` that differ from what its operands ask for.
     """
 
     id: str
@@ -123,6 +124,7 @@ class Path:
     maths: str = "exact"
     targets: tuple[str, ...] = TARGETS
     extended: bool = False
+    choices: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -171,4 +173,5 @@ class Path:
         if not self.depth_multiple:
             return space
         quantised = _QUANTISED_SPACE if self.operands != "bf16" else {}
-        return replace(space, depth_multiple=self.depth_multiple, **_PRODUCT_SPACE, **quantised)
+        chosen = {**_PRODUCT_SPACE, **quantised, **self.choices}
+        return replace(space, depth_multiple=self.depth_multiple, **chosen)

@@ -86,6 +86,14 @@ _WORDS = {
 }
 
 
+_CHOICES = {
+    "factor_kinds": ("plain", "gaussian", "identity", "gaussian"),
+    "factor_exponents": (0, 0, -3),
+    "edit_bits": (0x0000, 0x8000, 0x3F80, 0xBF80, 0x40E0, 0xC0E0),
+}
+"""Of quantised operands: no gate so far below zero that its silu, alone in a block, is at the end of the range."""
+
+
 def step_paths() -> tuple[Path, ...]:
     """`grouped_mlp.step` with swiglu and each kind of operand."""
     paths = []
@@ -103,6 +111,7 @@ def step_paths() -> tuple[Path, ...]:
                 operands=operands,
                 depth_multiple=32,
                 extended=operands != "mxfp8",
+                choices={} if operands == "bf16" else _CHOICES,
             )
         )
     return tuple(paths)
