@@ -371,6 +371,7 @@ def activation_forward(
     activation: str | ReferenceActivation = "swiglu",
     layout: str = "halves",
     element: FloatFormat | None = None,
+    blocks: Blocks = BOTH,
     alignment: int = 1,
     contract: Contract = SUITE,
     out: Mapping[str, torch.Tensor] | None = None,
@@ -385,9 +386,10 @@ def activation_forward(
     multiples of 16 bytes.
 
     Results without `element`: `out` bfloat16 [capacity, hidden]. With E4M3 or E5M2: `codes_rowwise`, `codes_colwise`
-    uint8 [capacity, hidden], `scales_rowwise` [capacity, hidden / 32], `scales_colwise` [scale rows, hidden]. Always
-    `amax` float32 [experts], 0 for an expert without rows. Rows that no expert owns are neither read nor written.
-    `out` gives the results' buffers; without it they are allocated, and unowned rows hold anything.
+    uint8 [capacity, hidden], `scales_rowwise` [capacity, hidden / 32], `scales_colwise` [scale rows, hidden], as far as
+    `blocks` names them; swizzled scales are flat, and every byte of them is written. Always `amax` float32 [experts], 0
+    for an expert without rows. Rows that no expert owns are neither read nor written. `out` gives the results' buffers;
+    without it they are allocated, and unowned rows hold anything.
 
     ValueError: dtype, shape, device, stride or alignment of an argument; the contents of offsets and counts are not
     looked at here (that would wait for the device), `moe_numerics.check` does.
@@ -406,6 +408,7 @@ def activation_forward(
         alignment,
         contract,
         out,
+        blocks,
     )
 
 
@@ -420,6 +423,7 @@ def activation_backward(
     activation: str | ReferenceActivation = "swiglu",
     layout: str = "halves",
     element: FloatFormat | None = None,
+    blocks: Blocks = BOTH,
     alignment: int = 1,
     contract: Contract = SUITE,
     out: Mapping[str, torch.Tensor] | None = None,
@@ -446,6 +450,7 @@ def activation_backward(
         alignment,
         contract,
         out,
+        blocks,
     )
 
 

@@ -47,15 +47,19 @@ class Operation(Protocol):
 
 @dataclass(frozen=True)
 class ActivationForward:
-    """An activation, times prob where the case has it; `element`: of the MXFP8 copies, None writes bfloat16."""
+    """An activation, times prob where the case has it.
+
+    element: of the MXFP8 copies, None writes bfloat16. blocks: which copies, and the layout of their scales.
+    """
 
     activation: Activation
     element: FloatFormat | None
+    blocks: Blocks = BOTH
 
     def shapes(self, case: Case) -> Shapes:
         quantised = self.element is not None
         return elementwise.output_shapes(
-            case.capacity, case.hidden, len(case.counts), 1, quantised, case.alignment, False
+            case.capacity, case.hidden, len(case.counts), 1, quantised, case.alignment, False, self.blocks
         )
 
     def _arguments(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, Any]:
@@ -69,6 +73,7 @@ class ActivationForward:
             "activation": self.activation,
             "layout": case.layout,
             "element": self.element,
+            "blocks": self.blocks,
             "alignment": case.alignment,
             "contract": contract,
         }
@@ -97,7 +102,8 @@ class ActivationBackward(ActivationForward):
             self.element is not None,
             case.alignment,
             case.prob,
-            dbias=self.bias,
+            self.blocks,
+            self.bias,
         )
 
     def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:
@@ -155,16 +161,20 @@ def _seed_words(case: Case, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Nvfp4Copies:
-    """NVFP4 copies of a tensor."""
+    """NVFP4 copies of a tensor. amax_scope: "tensor" or "expert" whatever the contract says, or None for that."""
 
     recipe: Recipe
+    amax_scope: str | None = None
+
+    def _scoped(self, contract: Contract) -> Contract:
+        return contract if self.amax_scope is None else contract.replace(amax_scope=self.amax_scope)
 
     def shapes(self, case: Case) -> Shapes:
         return self.shapes_of(case, case.hidden)
 
     def shapes_of(self, case: Case, columns: int) -> Shapes:
         """Shapes of the copies of a tensor with this number of columns."""
-        contract = profile(case.profile)
+        contract = self._scoped(profile(case.profile))
         experts = len(case.counts)
         return grouped_nvfp4.output_shapes(case.capacity, columns, experts, self.recipe, case.alignment, contract)
 
@@ -175,7 +185,7 @@ class Nvfp4Copies:
             "counts": tensors.get("counts"),
             "recipe": self.recipe,
             "alignment": case.alignment,
-            "contract": contract,
+            "contract": self._scoped(contract),
         }
 
     def reference(self, case: Case, tensors: Tensors, contract: Contract) -> dict[str, torch.Tensor]:

@@ -124,7 +124,7 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
     return paths
 
 
-_BIAS_KINDS = ("swiglu", "clamped_swiglu", "geglu", "srelu", "silu")
+_KINDS = ("swiglu", "clamped_swiglu", "geglu", "srelu", "silu")
 """Activations of each kind. What quantises does not see a bias: others with a bias are quantised in extended paths."""
 
 
@@ -139,7 +139,7 @@ def _bias_paths(name: str, activation: Activation, variant: str = "") -> list[Pa
         element = _FORMATS[label]
         written = "bfloat16" if element is None else f"MXFP8 {element.name}, row-wise and column-wise"
         layouts = ("halves",) if unary else _LAYOUTS
-        extended = element is not None and (name not in _BIAS_KINDS or bool(variant))
+        extended = element is not None and (name not in _KINDS or bool(variant))
         paths.append(
             Path(
                 f"{name}.fwd.{label}{variant}.bias",
@@ -168,6 +168,31 @@ def _bias_paths(name: str, activation: Activation, variant: str = "") -> list[Pa
                 extended=extended,
             )
         )
+    return paths
+
+
+def _block_paths(name: str, activation: Activation) -> list[Path]:
+    """An activation to one MXFP8 copy, or to copies with swizzled scales."""
+    paths = []
+    for suffix, words, blocks in (
+        (".swizzled", "row-wise and column-wise, scales swizzled", Blocks(swizzled=True)),
+        (".rowwise", "row-wise", Blocks(colwise=False)),
+        (".colwise", "column-wise", Blocks(rowwise=False)),
+    ):
+        for path in _activation_paths(name, activation):
+            if isinstance(path.operation, ActivationForward) and path.operation.element is E4M3:
+                dprob = tuple(spec for spec in path.outputs if spec.name == "dprob")
+                columns = "hidden" if not dprob or activation.inputs == 1 else "2 * hidden"
+                paths.append(
+                    dataclasses.replace(
+                        path,
+                        id=path.id + suffix,
+                        summary=path.summary.replace("row-wise and column-wise", words),
+                        outputs=(*_written(E4M3, columns, blocks), *dprob),
+                        operation=dataclasses.replace(path.operation, blocks=blocks),
+                        extended=name != "swiglu" or suffix != ".swizzled",
+                    )
+                )
     return paths
 
 
@@ -256,6 +281,35 @@ _FAST = ("silu", "gelu", "qgelu", "swiglu", "geglu", "qgeglu", "clamped_swiglu")
 """Activations that have a form in fast maths and are offered in it."""
 
 
+def _nvfp4_path(name: str, recipe: Recipe) -> Path:
+    return Path(
+        f"quantize.nvfp4{name}",
+        f"bfloat16 to NVFP4: {_described(recipe)}",
+        (TensorSpec("x"), *_RAGGED),
+        _nvfp4_outputs(recipe),
+        _nvfp4_profiles(recipe),
+        Nvfp4Copies(recipe),
+        multiple=nvfp4.BLOCK,
+    )
+
+
+def _per_expert(name: str, extended: bool) -> Path:
+    """The path of a recipe with an amax for each expert under every profile."""
+    path = _nvfp4_path(name, _RECIPES[name])
+    outputs = tuple(
+        dataclasses.replace(spec, shape="[experts]", rows="expert") if spec.rows == "all" else spec
+        for spec in path.outputs
+    )
+    return dataclasses.replace(
+        path,
+        id=f"{path.id}.per_expert",
+        summary=f"{path.summary}; an amax for each expert",
+        outputs=outputs,
+        operation=Nvfp4Copies(_RECIPES[name], "expert"),
+        extended=extended,
+    )
+
+
 def _fast_paths(name: str, activation: Activation, variant: str = "") -> list[Path]:
     """The paths of an activation to bfloat16 and to MXFP8 E4M3, in fast maths."""
     own = (path for path in _activation_paths(name, activation, variant) if ".nvfp4" not in path.id)
@@ -286,6 +340,8 @@ def all_paths() -> tuple[Path, ...]:
         paths += _fast_paths(name, ACTIVATIONS[name])
     for preset in ("deepseek", "step"):
         paths += _fast_paths("clamped_swiglu", CLAMPED_SWIGLU_PRESETS[preset], f".{preset}")
+    for name in _KINDS:
+        paths += _block_paths(name, ACTIVATIONS[name])
     for element in (E4M3, E5M2):
         for name, blocks in _BLOCKS.items():
             copies = [what for what in ("rowwise", "colwise") if getattr(blocks, what)]
@@ -301,18 +357,8 @@ def all_paths() -> tuple[Path, ...]:
                     Mxfp8Copies(element, blocks),
                 )
             )
-    for name, recipe in _RECIPES.items():
-        paths.append(
-            Path(
-                f"quantize.nvfp4{name}",
-                f"bfloat16 to NVFP4: {_described(recipe)}",
-                (TensorSpec("x"), *_RAGGED),
-                _nvfp4_outputs(recipe),
-                _nvfp4_profiles(recipe),
-                Nvfp4Copies(recipe),
-                multiple=nvfp4.BLOCK,
-            )
-        )
+    paths += [_nvfp4_path(name, recipe) for name, recipe in _RECIPES.items()]
+    paths += [_per_expert(name, name != ".rht") for name in ("", ".rht", ".rht.sr")]
     return (*paths, *gemm_paths(), *step_paths())
 
 

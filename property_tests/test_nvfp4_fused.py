@@ -128,7 +128,6 @@ def test_recipes_that_exclude_each_other_are_refused(choices: dict[str, Any], me
 @pytest.mark.parametrize(
     ("recipe", "columns", "more", "message"),
     [
-        (Recipe(four_over_six="mae", block2d=True), 32, {}, "four_over_six with block2d"),
         (Recipe(colwise=False, row_scaled=True), 40, {}, "x has 40 columns: expected a positive multiple of 16"),
         (Recipe(colwise=False, row_scaled=True), 32, {"amax": {}}, "amax lacks 'amax_rowwise'"),
         (

@@ -237,6 +237,7 @@ def activation_forward(
     activation: str | Activation = "swiglu",
     layout: str = "halves",
     element: FloatFormat | None = None,
+    blocks: Blocks = BOTH,
     alignment: int = 1,
     contract: Contract = SUITE,
 ) -> dict[str, torch.Tensor]:
@@ -256,7 +257,7 @@ def activation_forward(
         values = function.forward(*split_gate_up(inputs, layout))
     if prob is not None:
         values = values * _owned(prob, experts).unsqueeze(1)
-    return write_values(values, experts, element, contract)
+    return write_values(values, experts, element, contract, blocks)
 
 
 def activation_backward(
@@ -270,6 +271,7 @@ def activation_backward(
     activation: str | Activation = "swiglu",
     layout: str = "halves",
     element: FloatFormat | None = None,
+    blocks: Blocks = BOTH,
     alignment: int = 1,
     contract: Contract = SUITE,
 ) -> dict[str, torch.Tensor]:
@@ -288,7 +290,7 @@ def activation_backward(
     else:
         value, dgate, dup = function.differentiate(weighted, *split_gate_up(inputs, layout))
         gradient = join_gate_up(dgate, dup, layout)
-    results = write_values(gradient, experts, element, contract)
+    results = write_values(gradient, experts, element, contract, blocks)
     if prob is not None:
         results["dprob"] = sum_over_row(incoming * value)
     if bias is not None:
