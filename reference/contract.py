@@ -54,7 +54,9 @@ class Contract:
 
     maths: "exact": explicitly rounded operations only; "fast": hardware approximations, bounded, not exact.
     compute: type in which activations and scales are computed.
-    accumulator: model of the tensor core that accumulates a GEMM, `architecture.kind`.
+    accumulator: model of the tensor core that accumulates a GEMM, `architecture.kind`. One of bfloat16 reads quantised
+        operands as codes times block scales; a product that bfloat16 does not hold, near the ends of the E8M0 range,
+        is an error in the reference and NaN in a kernel.
     staging: type to which values are rounded before amax and quantisation; "none" quantises the float32
         value.
     scale_rule: E8M0 scale of a block: "rceil": the smallest power of two with amax / scale <= largest element
