@@ -383,3 +383,57 @@ def test_remote_shared_memory_needs_a_cluster_barrier() -> None:
                 gpu.launch(text.format(barrier=""), "k", 2, 1, [out], cluster=2)
             # Under some orders the other block has not even written yet.
             assert [f.kind for f in gpu.findings] in (["race"], ["uninitialised"])
+
+
+LANES = """.version 8.7
+.target sm_100a
+.address_size 64
+.visible .entry k(.param .u64 out)
+{{
+    .reg .b32 %t, %w, %lane, %base, %at, %slot, %v;
+    .reg .b64 %o;
+    .reg .pred %p;
+    .shared .align 16 .b8 slot[16];
+    ld.param.u64 %o, [out];
+    mov.u32 %t, %tid.x;
+    shr.u32 %w, %t, 5;
+    mov.u32 %slot, slot;
+    setp.ne.u32 %p, %w, 0;
+    @!%p tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%slot], 32;
+    bar.sync 0;
+    ld.shared.b32 %base, [%slot];
+    and.b32 %lane, %w, 3;
+    shl.b32 %lane, %lane, 21;
+    add.u32 %at, %base, %lane;
+    {store}
+    tcgen05.wait::st.sync.aligned;
+    {between}
+    tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%v}}, [%at];
+    tcgen05.wait::ld.sync.aligned;
+    mad.wide.u32 %o, %t, 4, %o;
+    st.global.b32 [%o], %v;
+    bar.sync 0;
+    @!%p tcgen05.dealloc.cta_group::1.sync.aligned.b32 %base, 32;
+    ret;
+}}
+"""
+
+
+@pytest.mark.parametrize("schedule", ["fast", 1, 2, 3])
+def test_warps_have_their_own_lanes_of_tensor_memory(schedule: str | int) -> None:
+    """Fault: warps that use the same column of different lanes are taken for a race; those of one lane are not."""
+    own = LANES.format(store="tcgen05.st.sync.aligned.32x32b.x1.b32 [%at], {%t};", between="")
+    out = torch.zeros(128, dtype=torch.int32)
+    with virtual_gpu("sm_100a", schedule=schedule) as gpu:
+        gpu.launch(own, "k", 1, 128, [out])
+        assert gpu.findings == []
+    assert out.tolist() == list(range(128))
+    # Of eight warps, two have each quarter of the lanes: the second group reads what the first one stores.
+    half = "setp.ge.u32 %p, %w, 4; @%p bra READ; tcgen05.st.sync.aligned.32x32b.x1.b32 [%at], {%t}; READ:"
+    text = LANES.format(store=half, between="setp.ne.u32 %p, %w, 0;")
+    with virtual_gpu("sm_100a", schedule=schedule) as gpu:
+        with contextlib.suppress(VirtualGPUError):
+            gpu.launch(text, "k", 1, 256, [torch.zeros(256, dtype=torch.int32)])
+        found = [(f.kind, f.text) for f in gpu.findings]
+    assert [kind for kind, _ in found] in (["race"], ["uninitialised"], ["tensor_memory"])
+    assert "tcgen05.ld" in (found[0][1] or "")

@@ -15,11 +15,12 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from . import fake_arguments, host_tensor_map
 from .errors import Triple, error
 
 _SUCCESS = 0
@@ -39,6 +40,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "_cudaFuncSetAttribute": (_pointer, _i32, _i32),
     "_cudaLibraryGetKernel": (_pointer, _pointer, _pointer),
     "_cudaLibraryUnload": (_pointer,),
+    "_cuTensorMapEncodeTiled": (_pointer, _i32, _i32, *(_pointer,) * 5, *(_i32,) * 4),
 }
 
 # cudaDeviceAttr numbers (CUDA runtime API) that host code asks for.
@@ -80,23 +82,37 @@ class HostModule:
         for name, arguments in _SIGNATURES.items():
             self.callbacks[name] = ctypes.CFUNCTYPE(_i32, *arguments)(self._safe(name))
 
+    def trap(self, names: Iterable[str]) -> None:
+        """Makes other functions of the CUDA runtime and driver an error when they are called."""
+        for name in names:
+            self.callbacks[name] = ctypes.CFUNCTYPE(_i32)(self._safe(name))
+
     def register(self, engine: Any) -> None:
         for name, callback in self.callbacks.items():
             engine.raw_register_runtime(name, ctypes.cast(callback, ctypes.c_void_p))
 
     def _safe(self, name: str) -> Callable[..., int]:
-        """ctypes swallows exceptions, so they are kept and raised when the compiled function returns."""
-        method = getattr(self, name.lstrip("_"))
+        """ctypes swallows exceptions, so they are kept and raised when the compiled function returns.
+
+        Inside a context the host code is told of success all the same: some of it ends the process at an error. Its
+        further calls do nothing. Outside nothing would raise what was kept.
+        """
+        from .gpu import active
+
+        method: Callable[..., None] | None = getattr(self, name.lstrip("_"), None)
 
         def call(*arguments: Any) -> int:
             try:
                 if _pending:
-                    return _FAILURE
+                    return _SUCCESS
+                if method is None:
+                    raise error("host", f"the function's host code calls {name}, which a virtual GPU does not have")
                 method(*arguments)
-                return _SUCCESS
             except BaseException as exception:
                 _pending.append(exception)
-                return _FAILURE
+                if active() is None:
+                    return _FAILURE
+            return _SUCCESS
 
         return call
 
@@ -153,6 +169,9 @@ class HostModule:
 
     def cudaOccupancyMaxActiveBlocksPerMultiprocessor(self, count: int, *rest: Any) -> None:  # noqa: N802
         _write(count, ctypes.c_int32, 1)
+
+    def cuTensorMapEncodeTiled(self, target: int, *arguments: int) -> None:  # noqa: N802
+        ctypes.memmove(target, host_tensor_map.encode_tiled(*arguments), 128)
 
     def cudaLaunchKernel(  # noqa: N802
         self, kernel: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, args: int, shared: int, stream: int
@@ -235,6 +254,17 @@ def _runtime_tensor(value: Any, label: str, found: list[tuple[int, int, str, obj
     found.append((address, -(-span * width // 8), f"{label} ({value.element_type.__name__} {list(shape)})", value))
 
 
+def _runtime_calls(program: Any) -> set[str]:
+    """Functions of the DSL's runtime library that stand for CUDA's and that a module declares without defining."""
+    found = set()
+    for operation in program.body.operations:
+        if operation.operation.name == "llvm.func" and not operation.regions[0].blocks:
+            name = operation.attributes["sym_name"].value
+            if name.startswith("_cu"):
+                found.add(name)
+    return found
+
+
 def _load_only(load: Callable[[], Any]) -> list[Any]:
     load()
     return []
@@ -253,7 +283,7 @@ def _patched(target: Any, name: str, value: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def intercepted(arch: str) -> Iterator[None]:
     """Compilation for `arch` and launches into the active virtual GPU, until the context ends."""
-    from cutlass.base_dsl import compiler, jit_executor
+    from cutlass.base_dsl import compiler, dsl, jit_executor
     from cutlass.cutlass_dsl import CuTeDSL, cuda_jit_executor
 
     environment = CuTeDSL._get_dsl().envar
@@ -263,12 +293,15 @@ def intercepted(arch: str) -> Iterator[None]:
     apply_environment = compiler.CompileOptions.apply_envar_settings
     run_program = jit_executor.JitExecutor.run_compiled_program
     bind = jit_executor.ExecutionArgs.generate_execution_args
+    compile_function = compiler.CompileCallable._compile
+    bind_implicitly = dsl.BaseDSL.generate_mlir_function_types
     devices = compiled_class.__dict__["num_devices"]
 
-    def jit(self: Any, module: Any, opt_level: int = 0, shared_libs: Any = ()) -> Any:
+    def jit(self: Any, program: Any, opt_level: int = 0, shared_libs: Any = ()) -> Any:
         # The host half runs once a launch: to optimise it takes longer than it saves.
-        engine = make_engine(self, module, opt_level=0, shared_libs=shared_libs)
+        engine = make_engine(self, program, opt_level=0, shared_libs=shared_libs)
         module = HostModule()
+        module.trap(_runtime_calls(program) - set(_SIGNATURES))
         module.register(engine)
         latest.append((engine, module))
         return engine
@@ -294,8 +327,9 @@ def intercepted(arch: str) -> Iterator[None]:
         return apply_environment(self, envar, function_name)
 
     bound: list[list[tuple[int, int, str, object]]] = []
+    kept: list[Any] = []
 
-    def arguments(self: Any, args: Any, kwargs: Any) -> Any:
+    def begin_call(args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
         # A call starts afresh, whatever became of the last one.
         _pending.clear()
         found: list[tuple[int, int, str, object]] = []
@@ -304,7 +338,31 @@ def intercepted(arch: str) -> Iterator[None]:
         for key, value in kwargs.items():
             ranges(value, f"argument {key}", found)
         bound.append(found)
+
+    def implicit_arguments(
+        self: Any, func: Any, name: str, args: Any, kwonlyargs: Any, sig: Any, compile_only: bool = False
+    ) -> Any:
+        """A `cute.jit` function that is called without having been compiled binds its arguments here."""
+        if not compile_only:
+            begin_call(args, kwonlyargs)
+        return bind_implicitly(self, func, name, args, kwonlyargs, sig, compile_only)
+
+    def arguments(self: Any, args: Any, kwargs: Any) -> Any:
+        begin_call(args, kwargs)
+        fakes = getattr(self, "moe_numerics_fakes", ())
+        if fakes:
+            values = fake_arguments.adapted(fakes, [*args, *kwargs.values()])
+            # The host code gets pointers to what these hold.
+            kept[:] = values
+            args, kwargs = tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
         return bind(self, args, kwargs)
+
+    def compiled_with(self: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        result = compile_function(self, func, *args, **kwargs)
+        fakes = [value for value in (*args, *kwargs.values()) if fake_arguments.is_tensor(value)]
+        if any(fake_arguments.unusual(fake) for fake in fakes if not isinstance(fake, torch.Tensor)):
+            result.execution_args.moe_numerics_fakes = fakes
+        return result
 
     def run(self: Any, exe_args: Any) -> Any:
         from .gpu import active
@@ -327,6 +385,8 @@ def intercepted(arch: str) -> Iterator[None]:
         stack.enter_context(_patched(environment, "arch", arch))
         stack.enter_context(_patched(environment, "enable_tvm_ffi", False))
         stack.enter_context(_patched(compiler.Compiler, "jit", jit))
+        stack.enter_context(_patched(compiler.CompileCallable, "_compile", compiled_with))
+        stack.enter_context(_patched(dsl.BaseDSL, "generate_mlir_function_types", implicit_arguments))
         stack.enter_context(_patched(compiled_class, "__init__", initialise))
         stack.enter_context(_patched(compiler.CompileOptions, "apply_envar_settings", options))
         stack.enter_context(_patched(jit_executor.JitExecutor, "run_compiled_program", run))

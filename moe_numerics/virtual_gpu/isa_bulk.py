@@ -307,7 +307,7 @@ def bulk_across(b: Lowering, m: Modifiers) -> Step:
 
 
 @instruction(f"cp .async .bulk .global .shared::cta .bulk_group {HINT}")
-def bulktensor_writer(b: Lowering, m: Modifiers) -> Step:
+def bulk_store(b: Lowering, m: Modifiers) -> Step:
     destination, source = b.address(b.operands[0]), b.address(b.operands[1])
     size = b.full(b.read(b.operands[2], "u32"))
 

@@ -17,18 +17,18 @@ Array = npt.NDArray[Any]
 
 
 class TensorRaces(Order):
-    """Products under way and the last uses of each column."""
+    """Products under way and the last uses of each column by quarters: a warp has 32 of its lanes, a product all."""
 
     def begin(self, w: Wave) -> None:
         super().begin(w)
         self.tensor: tuple[Array, Array, Array, Array] | None = None
 
     def _tensor(self) -> tuple[Array, Array, Array, Array]:
-        """Products under way, time and warp of the last write, times of reads by warp; by block and column."""
+        """Products under way by block and column, time and warp of the last write by quarter too, reads by warp."""
         if self.tensor is None:
             n = self.w.block_count
             self.tensor = (
-                np.zeros((n, 512), np.int32), np.zeros((n, 512), np.int64), np.zeros((n, 512), np.int64),
+                np.zeros((n, 512), np.int32), np.zeros((n, 4, 512), np.int64), np.zeros((n, 4, 512), np.int64),
                 np.zeros((n, 512, self.per_cluster), np.int64),
             )  # fmt: skip
         return self.tensor
@@ -44,10 +44,16 @@ class TensorRaces(Order):
             ok |= times <= self.known[warp][columns]
         return ok
 
+    @staticmethod
+    def _quarter(w: Wave, thread: int) -> int:
+        """Which 32 lanes of tensor memory a thread's warp may use."""
+        return thread % w.per_block // 32 % 4
+
     def tensor_read(self, w: Wave, thread: int, block: int, columns: Array) -> None:
         self.tick()
         busy, time, warp, reads = self._tensor()
-        bad = (busy[block, columns] > 0) | ~self._warp_ordered(w, thread, warp[block, columns], time[block, columns])
+        here = block, self._quarter(w, thread), columns
+        bad = (busy[block, columns] > 0) | ~self._warp_ordered(w, thread, warp[here], time[here])
         if bad.any():
             c = int(columns[np.flatnonzero(bad)[0]])
             self._add(
@@ -60,14 +66,16 @@ class TensorRaces(Order):
     def tensor_write(self, w: Wave, thread: int, block: int, columns: Array) -> None:
         self.tick()
         busy, time, warp, reads = self._tensor()
+        quarter = self._quarter(w, thread)
         each = np.arange(self.per_cluster)[None, :]
-        bad = (busy[block, columns] > 0) | ~self._warp_ordered(w, thread, each, reads[block, columns]).all(axis=1)
+        ok = self._warp_ordered(w, thread, each, reads[block, columns]) | (each % w.warps_per_block % 4 != quarter)
+        bad = (busy[block, columns] > 0) | ~ok.all(axis=1)
         if bad.any():
             c = int(columns[np.flatnonzero(bad)[0]])
             self._add(w, ("tensor", w.line), f"column {c} of tensor memory is written while others may still use it",
                       thread, c)  # fmt: skip
-        time[block, columns] = self.now
-        warp[block, columns] = int(self.column(np.array([thread]))[0])
+        time[block, quarter, columns] = self.now
+        warp[block, quarter, columns] = int(self.column(np.array([thread]))[0])
 
     def tensor_product(self, w: Wave, thread: int, block: int, columns: Array) -> Callable[[], None]:
         """A product was issued that writes columns; gives what to call when a commit says it is over."""
@@ -85,7 +93,7 @@ class TensorRaces(Order):
         def over() -> None:
             self.tick()
             busy[block, columns] -= 1
-            time[block, columns] = self.now
-            warp[block, columns] = mine
+            time[block, :, columns] = self.now
+            warp[block, :, columns] = mine
 
         return over

@@ -26,6 +26,8 @@ Bytes = npt.NDArray[np.uint8]
 ELEMENT_BITS = {0: 8, 1: 16, 2: 32, 3: 32, 4: 64, 5: 64, 6: 16, 7: 32, 8: 64, 9: 16, 10: 16, 11: 4, 12: 4, 13: 6}
 SPREAD = (12, 13)
 ELEMENT_TYPE = {0: "u8", 1: "u16", 2: "u32", 3: "s32", 4: "u64", 5: "s64", 6: "f16", 7: "f32", 8: "f64", 10: "bf16"}
+# CUtensorMapDataType (CUDA driver API) of a type code.
+DRIVER_TYPE = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7, 8: 8, 10: 9, 11: 13, 12: 14, 13: 15}
 SWIZZLE_MASK = {0: 0, 1: 1, 2: 3, 3: 7}
 
 
