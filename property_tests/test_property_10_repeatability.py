@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_runs import (
+    VIRTUAL,
     ActiveDevice,
     active_device,
     assert_same,
@@ -25,7 +26,7 @@ from kernel_runs import (
 from moe_numerics import operations
 from moe_numerics.cases import Case
 from moe_numerics.devices import Outcome
-from moe_numerics.paths import Path
+from moe_numerics.paths import Path, all_paths
 from moe_numerics.strategies import cases
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -62,6 +63,20 @@ def test_any_schedule_gives_the_same(path: Path, target: str, data: st.DataObjec
     for seed in seeds:
         with active_device(target, seed) as device:
             _assert_same_outcomes(path, case, plain, device.run(path, case, contract), f"schedule {seed}")
+
+
+@settings(max_examples=4)
+@given(data=st.data(), seed=st.integers(0, 2**31))
+def test_any_path_under_any_schedule(data: st.DataObject, seed: int) -> None:
+    """The whole registry is drawn from, where the quick profile parametrises a few paths."""
+    path = data.draw(st.sampled_from(all_paths()), label="path")
+    target = data.draw(st.sampled_from([name for name in VIRTUAL if name in path.devices]), label="device")
+    case = data.draw(cases(space(path, max_elements=1_000, big_elements=1_000)))
+    outcomes = []
+    for schedule in ("fast", seed):
+        with active_device(target, schedule) as device:
+            outcomes.append(device.run(path, case, path.contract("suite", device.target)))
+    _assert_same_outcomes(path, case, *outcomes, f"{path.id}, schedule {seed}")
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device of compute capability 9.0")

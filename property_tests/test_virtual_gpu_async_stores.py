@@ -93,6 +93,18 @@ def test_some_schedule_delivers_late() -> None:
     assert seen == {"late", "early"}
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_schedule_replays(seed: int) -> None:
+    """Fault: a failing schedule cannot be run again, because its seed does not decide everything."""
+    results = []
+    for _ in range(2):
+        out = torch.zeros(128, dtype=torch.int32)
+        with virtual_gpu("sm_90a", schedule=seed) as gpu:
+            gpu.launch(SENDING.format(send=STORE, wait=""), "k", 2, 64, [out], cluster=2)
+            results.append((out.tolist(), [str(f) for f in gpu.findings], gpu.stats.thread_instructions))
+    assert results[0] == results[1]
+
+
 ONE_WARP = """.version 8.7
 .target sm_90a
 .address_size 64
