@@ -76,12 +76,17 @@ def verify(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from moe_numerics.campaign import Plan, default_examples, verify
+    from moe_numerics.contract import profile as find_profile
     from moe_numerics.devices import default_devices, open_device
     from moe_numerics.paths import PathError, match_paths
 
     devices = tuple(dict.fromkeys(device or default_devices()))
     for name in devices:
         open_device(name)
+    try:
+        find_profile(profile)
+    except ValueError as error:
+        _refuse(str(error))
     matching = match_paths(paths or "*")
     for path in matching:
         if paths in (None, "*") and profile != "suite":
@@ -213,7 +218,7 @@ def run(
     case = Case.load(case_file)
     path = find_path(case.path)
     path.contract(case.profile)
-    case.tensors(path.inputs)
+    path.check(case)
     opened = open_device(device or default_devices()[0])
     contract = path.contract(case.profile, opened.target)
     lacking = path.lacking(opened.target)

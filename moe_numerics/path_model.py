@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from moe_numerics.accumulators import architecture, on_target
-from moe_numerics.cases import Case, TensorSpec
+from moe_numerics.cases import Case, CaseError, TensorSpec
 from moe_numerics.contract import ALIASES, PROFILES, profile
 from moe_numerics.drawing import MILD_EDITS, Space
 from moe_numerics.findings import Grade
@@ -157,6 +157,23 @@ class Path:
         if full not in self.profiles:
             raise PathError(f"{self.id} is not offered under profile {name!r}: it has {', '.join(self.profiles)}")
         return on_target(profile(full).replace(maths=self.maths), target, self.operands)
+
+    def check(self, case: Case) -> None:
+        """CaseError: columns, a depth, a layout, an option or values that the path does not take."""
+        for name, size, multiple in (
+            ("hidden", case.hidden, self.multiple),
+            ("depth", case.depth, self.depth_multiple),
+        ):
+            if size and not multiple:
+                raise CaseError(f"{name} = {size}: {self.id} has no {name}")
+            if multiple and (size == 0 or size % multiple):
+                raise CaseError(f"{name} = {size}: {self.id} takes positive multiples of {multiple}")
+        kinds = {layout.partition(":")[0] for layout in self.layouts}
+        if case.layout.partition(":")[0] not in kinds:
+            raise CaseError(f"layout = {case.layout!r}: {self.id} takes {', '.join(self.layouts)}")
+        for name in case.options:
+            raise CaseError(f"options.{name} is no option of {self.id}: it has none")
+        case.tensors(self.inputs)
 
     def outputs_of(self, case: Case) -> tuple[OutputSpec, ...]:
         """The outputs that this case has: dprob only where it has probabilities."""

@@ -161,7 +161,10 @@ def test_a_lost_device_ends_with_4(command: Command, tmp_path: Path, monkeypatch
 
 USAGE = {
     "no path matches": (("verify", "--paths", "swish*"), "matches no path"),
-    "unknown profile": (("verify", "--profile", "mine"), "profile 'mine' is"),
+    "unknown profile": (
+        ("verify", "--profile", "mine"),
+        "profile 'mine' is unknown: expected one of te, cudnn, suite, te@2.20, cudnn@1.28, cudnn@1.23, ocp, torchao",
+    ),
     "profile not offered": (("verify", "--paths", "swiglu*", "--profile", "te"), "not offered under profile 'te'"),
     "unknown device": (("verify", "--device", "tpu"), "device 'tpu' is unknown"),
     "unknown architecture": (("verify", "--device", "virtual:sm_80"), "virtual:sm_80 does not exist"),
@@ -173,6 +176,13 @@ USAGE = {
     "case has no such path": (("run", "path.json"), "path 'swigloo.fwd.bf16' is unknown"),
     "case has no such profile": (("run", "profile.json"), "profile 'mine' is unknown"),
     "case has a negative count": (("run", "count.json"), "counts[0] = -1 is out of range"),
+    "case has columns that no block takes": (
+        ("run", "columns.json"),
+        "hidden = 24: quantize.nvfp4 takes positive multiples of 16",
+    ),
+    "case has a layout for one part": (("run", "layout.json"), f"layout = 'interleaved:32': {PATH} takes halves"),
+    "case is interleaved by other blocks": (("run", "blocks.json"), "48 is not a multiple of 32 columns"),
+    "case has an option": (("run", "option.json"), f"options.nan_policy is no option of {PATH}"),
     "case names no input": (("run", "input.json"), "values.grad is no input"),
     "case on an unknown device": (("run", "case.json", "--device", "tpu"), "device 'tpu' is unknown"),
     "no report": (("diff", "absent.json", "absent.json"), "absent.json"),
@@ -186,6 +196,10 @@ BROKEN = {
     "path.json": {**GOOD, "path": "swigloo.fwd.bf16"},
     "profile.json": {**GOOD, "profile": "mine"},
     "count.json": {**GOOD, "counts": [-1]},
+    "columns.json": {**GOOD, "path": "quantize.nvfp4", "hidden": 24},
+    "layout.json": {**GOOD, "layout": "interleaved:32"},
+    "blocks.json": {**GOOD, "path": "swiglu.fwd.bf16", "hidden": 48, "layout": "interleaved:48"},
+    "option.json": {**GOOD, "options": {"nan_policy": "sometimes"}},
     "input.json": {**GOOD, "values": {"grad": {"kind": "gaussian"}}},
 }
 
