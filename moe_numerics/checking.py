@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from moe_numerics.accumulators import ACCUMULATORS
 from moe_numerics.baseline import Baseline, Judged, keys_of
 from moe_numerics.bounded import compare_bounded
 from moe_numerics.bounds import Arithmetic
-from moe_numerics.cases import Case
+from moe_numerics.cases import VALUE_KINDS, Case
 from moe_numerics.compare import CompareError
 from moe_numerics.contract import CHOICES, Contract
 from moe_numerics.devices import same_bytes
@@ -34,6 +35,8 @@ from moe_numerics.running import compare_outputs, expected_outputs
 __all__ = ["Binding", "Checked", "KernelError", "UnexplainedBits", "binding", "check", "kernel"]
 
 DEFAULT_CASES = 20
+NEEDED_KINDS = tuple(kind for kind in VALUE_KINDS if kind != "prob")
+"""Kinds of inputs without which nothing can be computed."""
 
 # The short names of a one-directional kernel's results.
 _SHORT = {"codes": "codes_rowwise", "scales": "scales_rowwise"}
@@ -76,7 +79,7 @@ class Binding:
         for name in self.inputs:
             if name not in names:
                 raise PathError(f"{path.id} has no input {name!r}: expected some of {', '.join(sorted(names))}")
-        missing = [s.name for s in path.inputs if s.kind in ("values", "bias") and s.name not in self.inputs]
+        missing = [s.name for s in path.inputs if s.kind in NEEDED_KINDS and s.name not in self.inputs]
         if missing or "offsets" not in self.inputs:
             raise PathError(f"inputs lack {', '.join(missing or ['offsets'])}: {path.id} cannot be computed without")
         for name in self.outputs:
@@ -84,10 +87,15 @@ class Binding:
         if not self.outputs:
             raise PathError(f"outputs are empty: name at least one of {', '.join(o.name for o in path.outputs)}")
 
-    def space(self) -> Space:
-        """The cases that the callable takes."""
+    def space(self, contract: Contract | None = None) -> Space:
+        """The cases that the callable takes, under the binding's profile or a contract.
+
+        Under a contract with padding that the caller zeroes, rows that no expert owns hold zeros: the callable may read
+        them.
+        """
         path = find_path(self.path)
         space = path.space(self.profile)
+        chosen = contract if contract is not None else path.contract(self.profile)
         return dataclasses.replace(
             space,
             layouts=(self.layout,),
@@ -95,6 +103,7 @@ class Binding:
             paddings=space.paddings if "counts" in self.inputs else (False,),
             probs=space.probs if "prob" in self.inputs else (False,),
             alignments=(self.alignment,),
+            fills=("zero",) if chosen.padding == "zeroed_by_caller" else space.fills,
         )
 
     def call(self, function: Callable[..., Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -195,11 +204,11 @@ def binding(function: Callable[..., Any], path: str | None = None) -> Binding:
     return Binding(path, inputs, {spec.name: spec.name for spec in found.outputs})
 
 
-def _cases(bound: Binding, cases: Any) -> list[Case]:
+def _cases(bound: Binding, cases: Any, contract: Contract) -> list[Case]:
     if cases is None:
-        return draw_cases(DEFAULT_CASES, 0, bound.space())
+        return draw_cases(DEFAULT_CASES, 0, bound.space(contract))
     if isinstance(cases, int):
-        return draw_cases(cases, 0, bound.space())
+        return draw_cases(cases, 0, bound.space(contract))
     if isinstance(cases, Case):
         return [cases]
     if hasattr(cases, "example") and not isinstance(cases, Iterable):
@@ -257,13 +266,13 @@ def check(
         raise PathError("update_baseline needs baseline: name the file to write")
     bound = binding(kernel, path)
     found = find_path(bound.path)
-    chosen = contract if contract is not None else found.contract(bound.profile)
+    _need_device(kernel, bound.device)
+    chosen = contract if contract is not None else found.contract(bound.profile, _target(bound.device))
     per_output: dict[str, list[Finding]] = {}
     failing: tuple[Case, dict[str, torch.Tensor]] | None = None
-    all_cases = _cases(bound, cases)
+    all_cases = _cases(bound, cases, chosen)
     if not all_cases:
         raise PathError("cases are empty: give at least one")
-    _need_device(kernel, bound.device)
     for case in all_cases:
         tensors = case.tensors(found.inputs, bound.device)
         got = {name: tensor.cpu() for name, tensor in bound.call(kernel, tensors).items()}
@@ -284,6 +293,13 @@ def check(
         return Checked(found.id, len(all_cases), merged, baseline=judged)
     nearest = _nearest(found, *failing, chosen) if arithmetic is None else ""
     return Checked(found.id, len(all_cases), merged, failing[0], nearest, judged)
+
+
+def _target(device: str) -> str:
+    """The target whose accumulator a callable on a device is judged by: on a CPU that of Hopper."""
+    if torch.device(device).type != "cuda":
+        return "sm_90a"
+    return "sm_{}{}a".format(*torch.cuda.get_device_capability(device))
 
 
 def _need_device(kernel: Callable[..., Any], device: str) -> None:
@@ -318,15 +334,18 @@ def _nearest(path: Path, case: Case, got: Mapping[str, torch.Tensor], contract: 
     """Which single other choice makes most bits equal, in words; empty if none does better."""
     score = partial(_share, path, case, got)
     best, described = score(contract), ""
-    for name, allowed in CHOICES.items():
+    choices: dict[str, tuple[Any, ...]] = {**CHOICES}
+    if path.operands is not None:
+        choices["accumulator"] = tuple(models[path.operands] for models in ACCUMULATORS.values())
+    for name, allowed in choices.items():
         for value in allowed:
             if value == getattr(contract, name):
                 continue
             try:
-                changed = contract.replace(**{name: value})
+                share = score(contract.replace(**{name: value}))
             except ValueError:
+                # A choice that does not go with the others, or operands that an accumulator cannot read.
                 continue
-            share = score(changed)
             if share > best:
                 best, described = share, f"{share:.4%} bit-equal under {name}={value}"
     return described.replace("100.0000%", "100%")

@@ -7,15 +7,20 @@ page that leaves an output out.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from moe_numerics import accumulators, architectures, campaign, cli
-from moe_numerics.paths import all_paths, find_path
+from moe_numerics.cases import Case, Values
+from moe_numerics.checking import check, kernel
+from moe_numerics.paths import PathError, all_paths, find_path
 
 BF16 = find_path("grouped_gemm.dgrad.bf16")
+WIDE = find_path("grouped_gemm.dgrad.bf16.f32")
 NVFP4 = find_path("grouped_gemm.wgrad.grad_nvfp4")
 
 
@@ -74,3 +79,31 @@ def test_the_command_writes_both_forms(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"{BF16.id}: the same" in capsys.readouterr().out.replace("\n", " ")
     assert f"- `{BF16.id}`" in (tmp_path / "page.md").read_text()
     assert json.loads((tmp_path / "data.json").read_text())["paths"][0]["id"] == BF16.id
+
+
+def test_a_callable_is_told_which_accumulator_fits_it() -> None:
+    """What somebody else's kernel on Blackwell gives, judged by Hopper's accumulator, and what plain PyTorch gives."""
+    blackwell = NVFP4.contract("suite", "sm_100a")
+
+    @kernel(NVFP4.id, inputs={"grad": "grad", "x": "x", "offsets": "offsets"}, outputs={"out": 0})
+    def scaled(grad: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        tensors = {"grad": grad, "x": x, "offsets": offsets}
+        return NVFP4.operation.reference(case, tensors, blackwell)["out"]
+
+    case = Case(NVFP4.id, (40, 17), 64, depth=64, values={name: Values("spread", 7) for name in ("grad", "x")})
+    judged = check(scaled, cases=case)
+    assert not judged.passed
+    assert judged.nearest == "100% bit-equal under accumulator=sm_100.mxf4nvf4"
+    assert check(scaled, cases=case, contract=blackwell).passed
+
+    @kernel(WIDE.id, inputs={"grad": "grad", "weights": "weights", "offsets": "offsets"}, outputs={"out": "out"})
+    def plain(grad: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> dict[str, torch.Tensor]:
+        bounds = itertools.pairwise(offsets.tolist())
+        return {"out": torch.cat([grad[a:b].float() @ weights[e].float() for e, (a, b) in enumerate(bounds)])}
+
+    case = Case(WIDE.id, (40, 17), 64, depth=64, values={name: Values("spread", 7) for name in ("grad", "weights")})
+    (finding,) = check(plain, cases=case)
+    # Sums in float32 are rounded in other places than a tensor core truncates.
+    assert finding.elements // 10 < finding.unexplained < finding.elements
+    with pytest.raises(PathError, match="inputs lack weights"):
+        kernel(BF16.id, inputs={"grad": "grad", "offsets": "offsets"}, outputs={"out": 0})
