@@ -6,6 +6,7 @@ bfloat16 accumulates alike, block-scaled operands do not, as Hopper multiplies c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -122,17 +123,23 @@ def as_markdown(compared: Iterable[Compared], kernels: bool) -> str:
     others = [each for each in listed if not each.same]
     if others:
         lines += [
-            "The others differ by accumulator:",
+            "The others differ by accumulator, in these outputs:",
             "",
             "| path | accumulators | output | elements | bit-equal | largest distance |",
             "| --- | --- | --- | ---: | ---: | ---: |",
         ]
     for each in others:
         for finding in each.findings:
-            share = f"{finding.bit_equal / finding.elements:.2%}" if finding.elements else "-"
-            distance = "0" if finding.bit_equal == finding.elements else f"{finding.max_ulp or 0:,}"
-            lines.append(
-                f"| `{each.path}` | {' / '.join(each.accumulators)} | `{finding.output}` | {finding.elements:,} | "
-                f"{share} | {distance} |"
-            )
+            if finding.bit_equal < finding.elements:
+                # Rounded down: what differs is never 100 %.
+                share = math.floor(1e4 * finding.bit_equal / finding.elements) / 1e2
+                distance = "NaN" if finding.max_ulp is None else f"{finding.max_ulp:,}"
+                lines.append(
+                    f"| `{each.path}` | {' / '.join(each.accumulators)} | `{finding.output}` | "
+                    f"{finding.elements:,} | {share:.2f}% | {distance} |"
+                )
+        equal = [finding for finding in each.findings if finding.bit_equal == finding.elements]
+        if equal:
+            elements = sum(finding.elements for finding in equal)
+            lines.append(f"| `{each.path}` | | {len(equal)} other outputs | {elements:,} | 100% | 0 |")
     return "\n".join(lines) + "\n"
