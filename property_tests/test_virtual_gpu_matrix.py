@@ -212,12 +212,11 @@ def multiply(
     model = f"sm_90.{'e4m3' if element == 1 else kind}"
     rows = [right[columns * (alternate and n % 3 == 1) :][:columns] for n in range(steps)]
     wanted = tensor_core.matmul(left.repeat(1, steps), torch.cat(rows, 1).t(), model=model, **formats)
-    for t in range(128):
-        for d in range(count):
-            row = 16 * (t // 32) + t % 32 // 4 + 8 * (d // 2 % 2)
-            column = 8 * (d // 4) + 2 * (t % 4) + d % 2
-            bits = wanted[row, column].view(torch.int32)
-            assert out[:, t, d].view(torch.int32).tolist() == [bits] * BLOCKS, (t, d)
+    t, d = torch.arange(128)[:, None], torch.arange(count)
+    row = 16 * (t // 32) + t % 32 // 4 + 8 * (d // 2 % 2)
+    column = 8 * (d // 4) + 2 * (t % 4) + d % 2
+    wrong = (out.view(torch.int32) != wanted[row, column].view(torch.int32)).nonzero()
+    assert not wrong.numel(), f"block, thread, accumulator {wrong[0].tolist()}"
 
 
 @given(
