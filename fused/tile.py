@@ -166,10 +166,19 @@ class Backward:
         return streams, share
 
 
-def _largest(quantizer: Any, values: Sequence[Float32], start: Float32) -> Float32:
-    """Largest magnitude of the values and of `start`."""
+def _raised(quantizer: Any, largest: Float32 | None, value: Float32) -> Float32:
+    """The larger one of a largest magnitude, None before the first, and |value|."""
+    if largest is None:
+        if quantizer.propagate_nan:
+            return cute.math.absf(value)
+        largest = Float32(0.0)
+    return quantizer.magnitude_max(largest, value)
+
+
+def _largest(quantizer: Any, values: Sequence[Float32], start: Float32 | None = None) -> Any:
+    """Largest magnitude of the values, and of `start` if there is one."""
     for value in values:
-        start = quantizer.magnitude_max(start, value)
+        start = _raised(quantizer, start, value)
     return start
 
 
@@ -374,10 +383,10 @@ def tile_kernel(
 
         places = _places(op, column, hidden)
         values = []
-        largest = []
+        largest: list[Any] = []
         column_sums: list[Any] = []
         for _ in cutlass.range_constexpr(op.streams):
-            largest.append([Float32(0.0) for _ in range(VECTOR)])
+            largest.append([None] * VECTOR)
             column_sums.append(None)
         shifts = None
         if cutlass.const_expr(bias is not None):
@@ -409,13 +418,13 @@ def tile_kernel(
                     column_sums[stream] = _add_rows(column_sums[stream], unrounded[stream], row < end)
                 current = streams[stream]
                 for j in cutlass.range_constexpr(VECTOR):
-                    largest[stream][j] = quantizer.magnitude_max(largest[stream][j], current[j])
+                    largest[stream][j] = _raised(quantizer, largest[stream][j], current[j])
                 pointer = Int64(row) * width + places[stream]
                 if cutlass.const_expr(not sink.blocks):
                     words = pack_bf16(current)
                     pointer = out.iterator + pointer
                 elif cutlass.const_expr(sink.row_blocks):
-                    block = _over_lanes(quantizer, _largest(quantizer, current, Float32(0.0)), (1, 2))
+                    block = _over_lanes(quantizer, _largest(quantizer, current), (1, 2))
                     code = quantizer.scale_code(block)
                     words = quantizer.encode(current, [quantizer.factor(code)] * VECTOR)
                     pointer = codes_rowwise.iterator + pointer
