@@ -198,7 +198,13 @@ def untied_profile(path: Path) -> str | None:
 def stochastic(path: Path) -> bool:
     """Whether codes are rounded stochastically, with bits keyed by the number of the expert."""
     copies = getattr(path.operation, "copies", path.operation)
-    return bool(getattr(getattr(copies, "recipe", None), "stochastic", False))
+    recipe = getattr(copies, "recipe", copies)
+    return bool(getattr(recipe, "stochastic", False))
+
+
+def captured_as_it_is(path: Path) -> bool:
+    """Whether nothing but launches happens between the inputs and the results, so that a graph holds all of it."""
+    return path.operands in (None, "bf16") and not path.id.startswith("grouped_mlp.step")
 
 
 def owned_mask(spec: OutputSpec, experts: Experts, output: torch.Tensor) -> torch.Tensor:

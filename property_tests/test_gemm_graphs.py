@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_runs import active_device, assert_same, owned_part, space, thorough
+from kernel_runs import active_device, assert_same, captured_as_it_is, owned_part, space, thorough
 
 from moe_numerics.cases import Case
 from moe_numerics.drawing import draw_cases
@@ -17,11 +17,10 @@ from moe_numerics.token_counts import SHAPES, SeededSource
 
 HAS_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 DISTRIBUTIONS = 12
-# Where operands are quantised, or results allocated, the case's own preparation is no part of the launch.
 PATHS = [
     path
     for path in all_paths()
-    if path.operands == "bf16" and not path.id.startswith("grouped_mlp.step") and (thorough() or not path.extended)
+    if path.operands is not None and captured_as_it_is(path) and (thorough() or not path.extended)
 ]
 
 
