@@ -81,7 +81,7 @@ def test_any_path_under_any_schedule(data: st.DataObject, seed: int) -> None:
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device of compute capability 9.0")
-@pytest.mark.parametrize("path", filter(captured_as_it_is, few_paths()), ids=lambda path: path.id)
+@pytest.mark.parametrize("path", [path for path in few_paths() if captured_as_it_is(path)], ids=lambda path: path.id)
 @kernel_examples()
 @given(data=st.data())
 def test_a_replayed_graph_serves_new_counts(path: Path, data: st.DataObject) -> None:
