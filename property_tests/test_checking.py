@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from moe_numerics.reference.formats import E4M3
 import moe_numerics
 from moe_numerics.cases import Case
 from moe_numerics.checking import KernelError, UnexplainedBits, binding
+from moe_numerics.drawing import draw_cases
 from moe_numerics.paths import PathError
 from moe_numerics.strategies import cases
 
@@ -49,6 +51,26 @@ def test_a_wrong_scale_rule_is_found_and_named() -> None:
         result.raise_if_unexplained()
 
 
+def test_padding_that_the_caller_zeroes_may_be_read() -> None:
+    """Fault: a kernel judged on padding that its profile says holds zeros, or one that reads padding and may not."""
+
+    def reads_padding(x: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor | None) -> torch.Tensor:
+        del counts
+        return torch.stack([part.float().abs().nan_to_num(0).amax() for part in parts(x, offsets)])
+
+    def parts(x: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.nn.functional.pad(x[a:b], (0, 0, 0, 1)) for a, b in itertools.pairwise(offsets.tolist())]
+
+    names = {"x": "x", "offsets": "offsets", "counts": "counts"}
+    mine = moe_numerics.kernel("quantize.mxfp8_e4m3", names, {"amax": 0}, profile="te")(reads_padding)
+    finite = dataclasses.replace(binding(mine).space(), kinds=("gaussian",), allow_specials=False, max_elements=3000)
+    assert finite.fills == ("zero",)
+    drawn = draw_cases(12, 1, dataclasses.replace(finite, paddings=(True,)))
+    assert moe_numerics.check(mine, cases=drawn).passed
+    poisoned = [case.replace(padding_fill="inf", room=40) for case in drawn]
+    assert not moe_numerics.check(mine, cases=poisoned).passed
+
+
 def test_outputs_that_are_not_returned_are_unchecked() -> None:
     """Fault: outputs that nobody compared are counted as right."""
     result = moe_numerics.check(quantised(), cases=CASE)
@@ -71,8 +93,6 @@ def test_names_of_the_path_need_no_decorator() -> None:
         return elementwise.quantize(x, offsets, counts, element=E4M3)
 
     space = dataclasses.replace(binding(plain, "quantize.mxfp8_e4m3").space(), alignments=(1,))
-    from moe_numerics.drawing import draw_cases
-
     assert moe_numerics.check(plain, "quantize.mxfp8_e4m3", cases=draw_cases(4, 1, space)).passed
 
 
