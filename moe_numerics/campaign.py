@@ -386,6 +386,9 @@ def _prepare() -> None:
     """Worker processes share the cores: each computes with one thread. What is imported is no garbage to look for."""
     import torch
 
+    import moe_numerics.fused.elementwise
+    import moe_numerics.virtual_gpu  # noqa: F401
+
     torch.set_num_threads(1)
     gc.freeze()
 
