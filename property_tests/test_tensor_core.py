@@ -17,6 +17,8 @@ from moe_numerics.reference import tensor_core
 from moe_numerics.reference.formats import E8M0, UE4M3
 from moe_numerics.reference.tensor_core import MODELS, OPERANDS, Model, accumulate, accumulation_bound, matmul
 
+from moe_numerics import silicon
+
 WIDE = {"bf16": torch.bfloat16, "f16": torch.float16}
 SILICON = tuple(row.name for row in MODELS.values() if row.evidence == "silicon")
 
@@ -521,7 +523,18 @@ def test_the_table_is_consistent() -> None:
         assert row.zero_exponent == -106 - row.fraction_bits - 2 or row.zero_exponent < 0
         assert row.fraction_bits <= 29 or row.exact_run > 1
         assert set(row.operands) <= set(OPERANDS)
-    assert set(SILICON) == {"sm_90.bf16", "sm_90.f16", "sm_90.e4m3", "sm_90.e5m2"}
+    compared = silicon.silicon_instructions("sm_90a")
+    shapes = {
+        "sm_90.bf16": "m64n32k16.f32.bf16.bf16",
+        "sm_90.f16": "m64n32k16.f32.f16.f16",
+        "sm_90.tf32": "m64n32k8.f32.tf32.tf32",
+        "sm_90.e4m3": "m64n32k32.f32.e4m3.e4m3",
+        "sm_90.e5m2": "m64n32k32.f32.e5m2.e5m2",
+        "sm_90.f16_f16acc": "m64n32k16.f16.f16.f16",
+        "sm_90.e4m3_f16acc": "m64n32k32.f16.e4m3.e4m3",
+    }
+    assert set(SILICON) == set(shapes)
+    assert all(f"wgmma.mma_async.sync.aligned.{shape}" in compared for shape in shapes.values())
 
 
 MMASIM = {

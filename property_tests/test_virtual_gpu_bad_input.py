@@ -133,3 +133,23 @@ def test_a_sparse_buffer_exists_where_it_is_touched() -> None:
         assert "st.global.u8" in str(caught.value.finding.text)
         with pytest.raises(ValueError, match="elements = 0 must be positive"):
             gpu.sparse(0, torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "mov.b32 %r1, 7; mov.b64 %rd2, {%r1, %r2}; mov.b64 {%r3, _}, %rd2;",
+        "mov.b32 %r1, 7; mov.b64 {_, %r2}, %rd2; mov.b64 %rd2, {%r1, %r2}; mov.b64 {%r3, _}, %rd2;",
+    ],
+)
+def test_elements_that_compilers_leave_undefined_are_no_error(body: str) -> None:
+    """Fault: half of a pair that nothing uses stops a correct kernel, or any register may be read unwritten."""
+    out = torch.zeros(1, dtype=torch.int32)
+    end = "ld.param.u64 %rd1, [out]; st.global.b32 [%rd1], %r3;"
+    with virtual_gpu("sm_90a") as gpu:
+        gpu.launch(HEAD.format(target="sm_90a", body=body + end), "k", 1, 1, [out, 1])
+        assert gpu.findings == []
+    assert out.tolist() == [7]
+    assert "register %r2 is read before it was written" in refused(
+        HEAD.format(target="sm_90a", body="add.u32 %r3, %r2, 1;"), "add.u32 %r3"
+    )

@@ -245,7 +245,9 @@ def _runtime_tensor(value: Any, label: str, found: list[tuple[int, int, str, obj
     try:
         address = int(value.data_ptr)
         shape, stride = tuple(value.shape), tuple(value.stride)
+        # A Boolean has one bit, but takes a byte.
         width = int(value.element_type.width)
+        width = 8 if width == 1 else width
     except (TypeError, AttributeError, ValueError):
         return
     if not all(isinstance(n, int) for n in (*shape, *stride)) or 0 in shape:

@@ -244,7 +244,10 @@ for _name, _count in (("add", 2), ("sub", 2), ("mul", 2), ("fma", 3)):
 
 
 def _with_nan64(x: Array, *operands: Array) -> Array:
-    """`x` with NaN as an H200 makes it: the first of `operands` that is one, quieted, or 0xfff8000000000000."""
+    """`x` with NaN as an H200 makes it: the first of `operands` that is one, quieted, or 0xfff8000000000000.
+
+    Sums and products look at the second operand first, quotients at the first.
+    """
     bad = np.isnan(x)
     if bad.any():
         bits = np.full(x.shape, 0xFFF8000000000000, np.uint64)
@@ -278,7 +281,7 @@ for _name, (_count, _op) in _DOUBLE.items():
 
 @instruction("div .rn .f64")
 def div64(b: Lowering, m: Modifiers) -> Step:
-    return b.alu("f64", ("f64", "f64"), lambda x, y: _with_nan64(x / y, y, x))
+    return b.alu("f64", ("f64", "f64"), lambda x, y: _with_nan64(x / y, x, y))
 
 
 @instruction("rcp .rn .f64")

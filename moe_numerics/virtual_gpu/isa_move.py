@@ -61,6 +61,8 @@ def _unpack(b: Lowering, source: ptx.Operand, target: ptx.Vector, kind: str) -> 
     names = {1: "b8", 2: "b16", 4: "b32"}
     if part not in names or part * len(target.items) != size:
         raise b.fail(f".{kind} does not split into {len(target.items)} elements")
+    # Compilers take an element out of a register that is not written yet to put it back beside a new one.
+    b.lenient = any(isinstance(o, ptx.Sink) for o in target.items)
     read = b.full(b.read(source, f"b{8 * size}"))
     writes = [b.write(o, names[part]) for o in target.items]
     dtype, small = VIEW[f"b{8 * size}"], VIEW[names[part]]
