@@ -206,3 +206,10 @@ def test_what_has_no_bound_says_so() -> None:
         enclose(eager, case, SUITE, Arithmetic("library", "bfloat16"))
     with pytest.raises(BoundError, match="expected one of exact, library, fast"):
         Arithmetic("approximate")
+
+
+def test_float32_operands_have_no_smaller_errors() -> None:
+    """A table measured over fewer operands than those it contains: bfloat16 values are float32 values."""
+    for name, kinds in TABLE.items():
+        for kind, entry in kinds.items():
+            assert all(wide >= narrow for wide, narrow in zip(FLOAT32_TABLE[name][kind], entry, strict=True)), name
