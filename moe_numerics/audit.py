@@ -203,7 +203,7 @@ def _modules_of(made: object, where: str) -> list[str]:
 
 
 def _modules_of_function(target: str, arch: str) -> list[str]:
-    from moe_numerics.virtual_gpu import virtual_gpu
+    from moe_numerics.virtual_gpu import VirtualGPUError, virtual_gpu
 
     module_name, _, function_name = target.partition(":")
     try:
@@ -213,7 +213,12 @@ def _modules_of_function(target: str, arch: str) -> list[str]:
     if not callable(function):
         raise AuditError(f"{target} is {type(function).__name__}: expected a function without arguments")
     with virtual_gpu(arch):
-        made = function()
+        try:
+            made = function()
+        except VirtualGPUError:
+            raise
+        except Exception as error:
+            raise AuditError(f"{target}() failed: {type(error).__name__}: {error}") from error
     return _modules_of(made, target)
 
 

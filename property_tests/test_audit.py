@@ -125,7 +125,8 @@ def test_a_path_of_exact_maths_is_determined_but_for_its_seeds() -> None:
 def test_functions_and_files_are_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = module("add.rn.f32 %r1, %r2, %r3;")
     (tmp_path / "kernel.ptx").write_text(text, encoding="utf-8")
-    (tmp_path / "mine_for_audit.py").write_text(f"def build():\n    return [{text!r}, {text!r}]\n", encoding="utf-8")
+    source = f"def build():\n    return [{text!r}, {text!r}]\ndef needy(x):\n    return x\n"
+    (tmp_path / "mine_for_audit.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert [a.kernels for a in audit_target(str(tmp_path / "kernel.ptx"))] == [("k",)]
     assert [a.name for a in audit_target("mine_for_audit:build")] == [
@@ -134,6 +135,8 @@ def test_functions_and_files_are_audited(tmp_path: Path, monkeypatch: pytest.Mon
     ]
     with pytest.raises(AuditError, match="mine_for_audit:missing"):
         audit_target("mine_for_audit:missing")
+    with pytest.raises(AuditError, match=r"mine_for_audit:needy\(\) failed: TypeError: .*'x'"):
+        audit_target("mine_for_audit:needy")
     with pytest.raises(AuditError, match="cannot be read"):
         audit_target(str(tmp_path / "none.ptx"))
     with pytest.raises(VirtualGPUError, match="line 2"):
