@@ -2,7 +2,7 @@
 NVFP4.
 
 Every known disagreement is a row with its reason in a test of its own; nothing is compared loosely. The
-element codecs are compared with ml_dtypes and gfloat in test_formats.py.
+element codecs are compared with ml_dtypes and gfloat in test_property_13_formats.py.
 """
 
 from __future__ import annotations

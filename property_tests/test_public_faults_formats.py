@@ -25,6 +25,7 @@ from moe_numerics.reference.formats import (
     unpack_e2m1,
 )
 from moe_numerics.reference.ragged import Experts
+from significance import assert_share
 
 INF, NAN = math.inf, math.nan
 PER_EXPERT = Contract(amax_scope="expert")
@@ -407,11 +408,9 @@ def test_b40_random_bits_differ_by_direction_and_call_and_repeat_by_seed() -> No
     base = codes(-1, 1, 0)
     assert set(base.tolist()) == {4, 5}
     assert torch.equal(base, codes(-1, 1, 0))
-    # Six standard errors of a fair coin: a false alarm has probability 2e-9 a comparison.
-    allowed = 6 * 0.5 / math.sqrt(len(base))
-    for other in (codes(-2, 1, 1), codes(-1, 2, 0), codes(-1, 1, 1)):
-        assert abs((base == other).double().mean().item() - 0.5) <= allowed
-    assert abs((base == 5).double().mean().item() - 0.5) <= allowed
+    for name, other in (("column", codes(-2, 1, 1)), ("seed", codes(-1, 2, 0)), ("tensor", codes(-1, 1, 1))):
+        assert_share(int((base == other).sum()), len(base), 0.5, f"agreement with another {name}")
+    assert_share(int((base == 5).sum()), len(base), 0.5, "rounded up")
 
 
 def test_b42_both_directions_quantise_the_unquantised_tensor() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from moe_numerics.reference.activations import ACTIVATIONS
 from numpy.typing import NDArray
+from significance import assert_mean, assert_share
 
 from moe_numerics import values
 from moe_numerics.cases import Case, TensorSpec, Values
@@ -46,13 +47,13 @@ def test_splitmix_known_answers() -> None:
 
 @given(SEEDS)
 def test_words_are_uniform(seed: int) -> None:
-    """Catches a key that leaves bits out: each of 64 bits of 4,096 words is set in half of them, within 6 sigma."""
+    """Catches a key that leaves bits out: each of 64 bits of 4,096 words is set in half of them."""
     row, column = np.arange(64, dtype=np.uint64)[:, None], np.arange(64, dtype=np.uint64)[None, :]
     words = values.Places(seed, "x", "bfloat16", 0, 1, np.zeros_like(row), row, column).words("test")
     assert len(np.unique(words)) == 4096
     for bit in range(64):
         ones = int(((words >> np.uint64(bit)) & np.uint64(1)).sum())
-        assert abs(ones - 2048) < 6 * 32
+        assert_share(ones, 4096, 0.5, f"bit {bit}")
 
 
 @pytest.mark.parametrize("other", ["seed", "tensor", "part", "expert", "row", "column", "stream"])
@@ -71,11 +72,11 @@ def test_words_depend_on_every_part_of_the_key(other: str) -> None:
 
 @given(SEEDS)
 def test_gaussian_moments(seed: int) -> None:
-    """Catches a wrong mean, width or tail: of 16,384 sums of twelve uniform numbers, within 6 sigma."""
+    """Catches a wrong mean, width or tail: of 16,384 sums of twelve uniform numbers."""
     x = floats(bits_of("gaussian", seed, rows=128, hidden=128))
     n = x.size
-    assert abs(x.mean()) < 6 / n**0.5
-    assert abs((x**2).mean() - 1) < 6 * (2 / n) ** 0.5
+    assert_mean(x.mean(), 0, n**-0.5, "mean")
+    assert_mean((x**2).mean(), 1, (2 / n) ** 0.5, "variance")
     assert 3 < np.abs(x).max() <= 6
 
 
