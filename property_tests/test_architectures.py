@@ -107,3 +107,22 @@ def test_a_callable_is_told_which_accumulator_fits_it() -> None:
     assert finding.elements // 10 < finding.unexplained < finding.elements
     with pytest.raises(PathError, match="inputs lack weights"):
         kernel(BF16.id, inputs={"grad": "grad", "offsets": "offsets"}, outputs={"out": 0})
+
+
+def test_verify_leaves_extended_paths_out_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    planned: list[set[str]] = []
+
+    def plan_only(plan: campaign.Plan, progress: object) -> None:
+        planned.append(set(plan.paths))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(campaign, "verify", plan_only)
+    for paths in (None, "*"):
+        with pytest.raises(KeyboardInterrupt):
+            cli.verify(device=["virtual:sm_90a"], paths=paths, examples=1, out=tmp_path / "report")
+    brief, everything = planned
+    assert everything == {path.id for path in all_paths()}
+    assert everything - brief == {path.id for path in all_paths() if path.extended}
+    # Each kind of launch is in every run.
+    for pattern in ("grouped_gemm.matmul.", "grouped_gemm.wgrad.", "grouped_mlp.fc1.", "grouped_mlp.fc2.", "step."):
+        assert any(pattern in name for name in brief), pattern
