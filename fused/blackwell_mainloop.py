@@ -19,7 +19,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint8, Uint32, pipeline
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, tcgen05
+from cutlass.cutlass_dsl import T
 from moe_numerics.fused.blackwell_operands import LINE_BYTES
 from moe_numerics.fused.blackwell_scales import (
     SCALE_THREADS,
@@ -30,8 +32,9 @@ from moe_numerics.fused.blackwell_scales import (
     scale_address,
     to_tensor_memory,
 )
+from moe_numerics.fused.gemm_activation import ActivationBackward
 from moe_numerics.fused.gemm_epilogue import gather_vectors
-from moe_numerics.fused.gemm_problem import ROWS
+from moe_numerics.fused.gemm_problem import ROWS, Place
 from moe_numerics.fused.memory import MaybeTensor, store_words
 from moe_numerics.fused.tensor_memory import after_thread_sync, before_thread_sync, epilogue_warp, load_accumulators
 
@@ -42,9 +45,11 @@ EPILOGUE_WARPS = 8
 THREADS = WARPGROUP + 32 * EPILOGUE_WARPS
 # Of the first warpgroup; its last two warps put scales together.
 LOAD_WARP, MULTIPLY_WARP, FIRST_SCALE_WARP = 0, 1, 2
-LOAD_REGISTERS = 56
-EPILOGUE_REGISTERS = 224
+LOAD_REGISTERS = 40
+EPILOGUE_REGISTERS = 232
 TENSOR_COLUMNS = 512
+# Of which the registers of the largest epilogue hold the accumulators at once.
+MOST_COLUMNS = 128
 # In the last tiles of a sum the inputs of an epilogue are brought into L2, a part in each.
 PREFETCHES = 32
 
@@ -119,6 +124,25 @@ def _zero_lines(ring: cute.Tensor, rows: cutlass.Constexpr, stage: Int32, first:
         store_words((pointer + (index % 8) * elements).align(16), [Uint32(0)] * 4)
 
 
+def _read_anew(register: str) -> Int32:
+    """A special register, read wherever this is called.
+
+    A value that lives on from before the roles of warps part would have to fit the registers of all of them: ptxas 13.0
+    spills it, as the accumulators fill the low ones of the epilogue.
+    """
+    return Int32(
+        llvm.inline_asm(
+            T.i32(),
+            [],
+            f"mov.u32 $0, %{register};",
+            "=r",
+            has_side_effects=True,
+            is_align_stack=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT,
+        )
+    )
+
+
 @cute.kernel
 def blackwell_gemm_kernel(
     problem: cutlass.Constexpr,
@@ -140,12 +164,9 @@ def blackwell_gemm_kernel(
     tensors: tuple[MaybeTensor, ...],
 ) -> None:
     """Thread blocks go through the tiles blockIdx.x, blockIdx.x + gridDim.x, ..."""
-    thread, _, _ = cute.arch.thread_idx()
-    start, _, _ = cute.arch.block_idx()
     stride, _, _ = cute.arch.grid_dim()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    lane = thread % 32
-    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    group = warp // (WARPGROUP // 32)
     depth = operands.depth
     # Tiles of scales along a line, and where scales stand in tensor memory.
     tiles_along = operands.blocks // 4
@@ -156,7 +177,8 @@ def blackwell_gemm_kernel(
     barriers = memory.allocate_array(cutlass.Int64, 2 * tiling.stages)
     accumulator_barriers = memory.allocate_array(cutlass.Int64, 2 * accumulators)
     holder = memory.allocate_array(Int32, 1)
-    shared = epilogue.allocate(memory, tiling.columns)
+    width = min(tiling.columns, MOST_COLUMNS if isinstance(epilogue, ActivationBackward) else tiling.columns)
+    shared = epilogue.allocate(memory, width)
     stage_bytes = tiles_along * (ROWS + tiling.columns) * 4
     if cutlass.const_expr(operands.scale_block):
         scale_barriers = memory.allocate_array(cutlass.Int64, 2 * tiling.stages)
@@ -198,18 +220,17 @@ def blackwell_gemm_kernel(
     pipeline.pipeline_init_arrive()
     pipeline.pipeline_init_wait()
     after_thread_sync()
-    tensor_pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
-
-    row_tiles = problem.row_tiles(offsets, counts, sizes, tiling, lane)
-    tiles = problem.tiles(offsets, row_tiles, sizes, tiling)
 
     if group == 0:
         cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
         if warp == LOAD_WARP:
+            lane = _read_anew("laneid")
+            row_tiles = problem.row_tiles(offsets, counts, sizes, tiling, lane)
+            tiles = problem.tiles(offsets, row_tiles, sizes, tiling)
             cpasync.prefetch_descriptor(left_atom)
             cpasync.prefetch_descriptor(right_atom)
             filling = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, tiling.stages)
-            for index in cutlass.range(start, tiles, stride, unroll=1):
+            for index in cutlass.range(_read_anew("ctaid.x"), tiles, stride, unroll=1):
                 place = problem.locate(offsets, counts, index, row_tiles, sizes, tiling, lane)
                 left_source = cute.local_tile(problem.left_source(left, place, place.first), (ROWS, depth), (0, None))
                 right_source = cute.local_tile(
@@ -242,6 +263,10 @@ def blackwell_gemm_kernel(
                     filling.advance()
             ring.producer_tail(filling)
         elif warp == MULTIPLY_WARP:
+            lane = _read_anew("laneid")
+            row_tiles = problem.row_tiles(offsets, counts, sizes, tiling, lane)
+            tiles = problem.tiles(offsets, row_tiles, sizes, tiling)
+            tensor_pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
             left_major, right_major = problem.majors
             left_fragments = operands.multiplied(tiled_mma, left_ring, True, left_major, left_layout.inner)
             right_fragments = operands.multiplied(tiled_mma, right_ring, False, right_major, right_layout.inner)
@@ -251,7 +276,7 @@ def blackwell_gemm_kernel(
             right_factors = left_factors + tiles_along * (ROWS // 32)
             reading = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, tiling.stages)
             adding = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, accumulators)
-            for index in cutlass.range(start, tiles, stride, unroll=1):
+            for index in cutlass.range(_read_anew("ctaid.x"), tiles, stride, unroll=1):
                 place = problem.locate(offsets, counts, index, row_tiles, sizes, tiling, lane)
                 depth_tiles = (place.depth + (depth - 1)) // depth
                 finished.producer_acquire(adding)
@@ -302,9 +327,12 @@ def blackwell_gemm_kernel(
                 adding.advance()
             finished.producer_tail(adding)
         elif cutlass.const_expr(operands.scale_block):
+            lane = _read_anew("laneid")
+            row_tiles = problem.row_tiles(offsets, counts, sizes, tiling, lane)
+            tiles = problem.tiles(offsets, row_tiles, sizes, tiling)
             filling = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, tiling.stages)
-            helper = thread - FIRST_SCALE_WARP * 32
-            for index in cutlass.range(start, tiles, stride, unroll=1):
+            helper = (warp - FIRST_SCALE_WARP) * 32 + lane
+            for index in cutlass.range(_read_anew("ctaid.x"), tiles, stride, unroll=1):
                 place = problem.locate(offsets, counts, index, row_tiles, sizes, tiling, lane)
                 left_matrix = left_lines(problem, left_scales)
                 right_matrix = right_lines(problem, right_scales, place.expert)
@@ -349,30 +377,39 @@ def blackwell_gemm_kernel(
             scaling.producer_tail(filling)
     else:
         cute.arch.setmaxregister_increase(EPILOGUE_REGISTERS)
+        lane = _read_anew("laneid")
+        row_tiles = problem.row_tiles(offsets, counts, sizes, tiling, lane)
+        tiles = problem.tiles(offsets, row_tiles, sizes, tiling)
         own = epilogue_warp(warp - WARPGROUP // 32)
-        sums = cute.make_rmem_tensor(tiling.columns // 2, Float32)
+        tensor_pointer = cute.arch.retrieve_tmem_ptr(Float32, 16, holder)
+        sums = cute.make_rmem_tensor(width // 2, Float32)
         first = tensor_pointer.toint() + ((own * 16) << 16)
         moving = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, accumulators)
-        for index in cutlass.range(start, tiles, stride, unroll=1):
+        for index in cutlass.range(_read_anew("ctaid.x"), tiles, stride, unroll=1):
             place = problem.locate(offsets, counts, index, row_tiles, sizes, tiling, lane)
             finished.consumer_wait(moving)
             after_thread_sync()
-            if cutlass.const_expr(problem.ragged_depth):
-                if place.depth > 0:
-                    load_accumulators(first + moving.index * tiling.columns, sums)
+            for part in cutlass.range(tiling.columns // width, unroll=1):
+                if cutlass.const_expr(problem.ragged_depth):
+                    if place.depth > 0:
+                        load_accumulators(first + moving.index * tiling.columns + part * width, sums)
+                    else:
+                        sums.fill(0.0)
                 else:
-                    sums.fill(0.0)
-            else:
-                load_accumulators(first + moving.index * tiling.columns, sums)
-            before_thread_sync()
-            with cute.arch.elect_one():
-                finished.consumer_release(moving)
+                    load_accumulators(first + moving.index * tiling.columns + part * width, sums)
+                if part == tiling.columns // width - 1:
+                    before_thread_sync()
+                    with cute.arch.elect_one():
+                        finished.consumer_release(moving)
+                if cutlass.const_expr(problem.spread):
+                    gather_vectors(sums, lane)
+                there = Place(
+                    place.expert, place.start, place.first, place.end, place.column + part * width, place.depth
+                )
+                epilogue.write(sums, own * 32 + lane, there, Int32(0), sizes.columns, tensors, shared)
             moving.advance()
-            if cutlass.const_expr(problem.spread):
-                gather_vectors(sums, lane)
-            epilogue.write(sums, own * 32 + lane, place, Int32(0), sizes.columns, tensors, shared)
     before_thread_sync()
     cute.arch.sync_threads()
     if warp == MULTIPLY_WARP:
         after_thread_sync()
-        cute.arch.dealloc_tmem(tensor_pointer, TENSOR_COLUMNS)
+        cute.arch.dealloc_tmem(cute.arch.retrieve_tmem_ptr(Float32, 16, holder), TENSOR_COLUMNS)
