@@ -24,10 +24,13 @@ from cutlass.cutlass_dsl import CuTeDSL
 
 from moe_numerics.garbage import uncollected
 
-__all__ = ["Compiled", "compile_function", "current_target", "domain", "kernels_in", "recording"]
+__all__ = ["Compiled", "compile_function", "compiling_for", "current_target", "domain", "kernels_in", "recording"]
 
 domain: ContextVar[str] = ContextVar("domain", default="cuda")
 """Where compiled functions launch: a function compiled for one domain is never reused in another."""
+
+
+_NOWHERE = "nowhere"
 
 
 class Compiled:
@@ -42,7 +45,8 @@ class Compiled:
         used = _recorded.get()
         if used is not None and self not in used:
             used.append(self)
-        self.executor(*arguments)
+        if domain.get() != _NOWHERE:
+            self.executor(*arguments)
 
 
 _recorded: ContextVar[list[Compiled] | None] = ContextVar("recorded", default=None)
@@ -57,6 +61,20 @@ def recording() -> Iterator[list[Compiled]]:
         yield used
     finally:
         _recorded.reset(token)
+
+
+@contextlib.contextmanager
+def compiling_for(target: str) -> Iterator[list[Compiled]]:
+    """Functions are compiled for a target, such as `sm_103a`, and collected; calling them launches nothing."""
+    environment = CuTeDSL._get_dsl().envar
+    before, environment.arch = environment.arch, target
+    token = domain.set(_NOWHERE)
+    try:
+        with recording() as used:
+            yield used
+    finally:
+        domain.reset(token)
+        environment.arch = before
 
 
 def current_target() -> str:

@@ -33,12 +33,16 @@ def active() -> VirtualGPU | None:
 
 @dataclass(frozen=True)
 class LaunchedPTX:
-    """The PTX of a kernel that was launched: its text, the SHA-256 of the text, and its `.target`."""
+    """The PTX of a kernel that was launched: its text, the SHA-256 of the text, and its `.target`.
+
+    shared_bytes: dynamic shared memory of a block in the last launch.
+    """
 
     kernel: str
     text: str
     sha256: str
     target: str
+    shared_bytes: int
 
 
 class VirtualGPU:
@@ -211,7 +215,7 @@ class VirtualGPU:
     ) -> None:
         """`launch` with the parameter block as bytes."""
         prog = program(ptx, kernel, self.arch, self.schedule.fine)
-        self.ptx[kernel] = LaunchedPTX(kernel, ptx, prog.sha256, prog.module.target)
+        self.ptx[kernel] = LaunchedPTX(kernel, ptx, prog.sha256, prog.module.target, shared_bytes)
         Launch(
             prog, grid, block, arguments, self._memory, self.schedule, self.stats, self.findings, self.checkers,
             self.budget, shared_bytes, cluster, cooperative, self.stats.launches,
