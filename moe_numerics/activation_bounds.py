@@ -222,18 +222,25 @@ def backward(
         name = _name(activation)
         values = [_apply(name, x, arithmetic)]
         slope = _apply(f"{name}'", x, arithmetic)
-        gradient = _masked(product(arithmetic, *incoming, slope), slope)
+        gradient = _masked(product(arithmetic, *incoming, slope, inner=_inner(x, arithmetic)), slope)
     else:
-        parts = _parts(activation, *_split(x, layout), arithmetic, slopes=True)
+        gate, up = _split(x, layout)
+        parts = _parts(activation, gate, up, arithmetic, slopes=True)
         assert parts.slope is not None
         values = [parts.activated, parts.linear]
-        dgate = _masked(product(arithmetic, *incoming, parts.linear, parts.slope), parts.slope)
+        inner = _inner(gate, arithmetic)
+        dgate = _masked(product(arithmetic, *incoming, parts.linear, parts.slope, inner=inner), parts.slope)
         extra = [] if parts.linear_slope is None else [parts.linear_slope]
-        dup = product(arithmetic, *incoming, parts.activated, *extra)
+        dup = product(arithmetic, *incoming, parts.activated, *extra, inner=_inner(up, arithmetic) if extra else None)
         if parts.linear_slope is not None:
             dup = _masked(dup, parts.linear_slope)
         gradient = _joined(dgate, dup, layout)
     return gradient, row_sum(product(arithmetic, grad, *values))
+
+
+def _inner(x: Enclosure, arithmetic: Arithmetic) -> Tensor | None:
+    """PyTorch multiplies a gradient into the derivative's own factors, none of which exceeds (1 + |x|)^3."""
+    return (1.0 + x.reach) ** 3 if arithmetic.functions == "library" else None
 
 
 def _masked(gradient: Enclosure, slope: Enclosure) -> Enclosure:

@@ -121,8 +121,15 @@ def half_spacing(magnitude: Tensor, mantissa_bits: int, min_exponent: int = -126
     return torch.ldexp(torch.ones_like(magnitude), exponent - mantissa_bits - 1)
 
 
-def product(arithmetic: Arithmetic, *factors: Enclosure) -> Enclosure:
-    """The product in any order, every operation rounded."""
+INNER_OPERATIONS = 4
+"""Operations inside a derivative that PyTorch multiplies a gradient into."""
+
+
+def product(arithmetic: Arithmetic, *factors: Enclosure, inner: Tensor | None = None) -> Enclosure:
+    """The product in any order, every operation rounded.
+
+    inner: what factors of one of the factors do not exceed, where the others may be multiplied into them one by one.
+    """
     value, reach, wide, decided = (
         factors[0].value,
         factors[0].reach,
@@ -132,9 +139,11 @@ def product(arithmetic: Arithmetic, *factors: Enclosure) -> Enclosure:
     for factor in factors[1:]:
         value, reach = value * factor.value, reach * factor.reach
         wide, decided = wide * factor.reach.clamp(min=1.0), decided & factor.decided
-    operations = len(factors) - 1
+    operations, underflows = len(factors) - 1, len(factors) - 1
+    if inner is not None:
+        wide, underflows = wide * inner, underflows + INNER_OPERATIONS
     error = (reach - value.abs()) + ((1 + arithmetic.unit) ** operations - 1) * reach
-    error = error + operations * arithmetic.underflow * wide
+    error = error + underflows * arithmetic.underflow * wide
     nan = torch.isnan(value)
     return Enclosure(value, torch.where(nan, 0.0, error), (decided & (wide < FLOAT32_MAX)) | (nan & decided))
 

@@ -47,6 +47,9 @@ from moe_numerics.report.atomic import write_files
 CHUNK = 25
 """Cases that a process judges at a time."""
 
+ERF_OVERFLOWS = torch.__version__ < "2.13"
+"""PyTorch's gelu by erf gave Inf for finite inputs far below zero on CPUs in 2.11: no correct kernel there."""
+
 NOT_EAGER = ("tanh_srelu", "situglu")
 """Activations for which no bound is derived where each operator's result is rounded to bfloat16."""
 
@@ -201,14 +204,15 @@ def correct_kernels() -> list[Correct]:
             forms = ["bf16", "mxfp8_e4m3", "mxfp8_e5m2"] + ["nvfp4"] * (direction == "fwd")
             for form in forms:
                 path = f"{name}.{direction}.{form}{variant}"
-                found.append(Correct(path, "torch", Arithmetic("library")))
+                if not (ERF_OVERFLOWS and name.endswith("_erf")):
+                    found.append(Correct(path, "torch", Arithmetic("library")))
                 found.append(Correct(path, "oracle", Arithmetic("exact")))
             for form in ("bf16", "mxfp8_e4m3"):
                 path = f"{name}.{direction}.{form}{variant}.bias"
                 if path in known and name not in ("gelu_erf", "geglu_erf", "situglu"):
                     found.append(Correct(path, "torch", Arithmetic("library")))
                     found.append(Correct(path, "oracle", Arithmetic("exact")))
-        if name not in NOT_EAGER:
+        if name not in NOT_EAGER and not (ERF_OVERFLOWS and name.endswith("_erf")):
             found.append(Correct(f"{name}.fwd.bf16{variant}", "eager", Arithmetic("library", "bfloat16")))
     if importlib.util.find_spec("torchao") is not None:
         found.append(Correct("quantize.mxfp8_e4m3", "torchao", None))
