@@ -125,7 +125,7 @@ def jobs(count: int, arch: str = ARCH) -> Iterator[_Work]:
         if arch in scene.targets:
             job = Job(
                 scene.name, scene.ptx(arch), "scene", scene.blocks, scene.threads, scene.inputs, scene.outputs, False,
-                None, scene.cluster,
+                None, scene.cluster, scene.maps,
             )  # fmt: skip
             yield _Work(job, None, scene)
 

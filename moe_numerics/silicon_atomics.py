@@ -66,6 +66,11 @@ def atomics() -> Iterator[Scene]:
             yield _atomic(op, kind, space, True)
             if op not in ("exch", "cas"):
                 yield _atomic(op, kind, space, False)
+    far = [("add", "u32"), ("exch", "b32"), ("inc", "u32"), ("cas", "b64"), ("add", "f32"), ("add", "f16x2")]
+    for op, kind in (*far, ("and", "b32")):
+        yield _atomic(op, kind, "shared::cluster", True)
+        if op not in ("exch", "cas"):
+            yield _atomic(op, kind, "shared::cluster", False)
     for op, kind in product(("min", "max"), ("f16", "bf16", "f16x2", "bf16x2")):
         yield _atomic_vector(op, kind, 2, True)
         yield _atomic_vector(op, kind, 2, False)

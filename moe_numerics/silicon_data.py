@@ -224,6 +224,17 @@ def _fragment(name: str) -> Callable[[int, int, int], Bits]:
     return draw
 
 
+def _spiced(name: str) -> Callable[[int, int, int], Bits]:
+    """`_fragment` with random bits in one word of 32, so that NaN, infinities and subnormals meet other values."""
+    plain, random = _fragment(name), _integer(32)
+
+    def draw(seed: int, number: int, count: int) -> Bits:
+        rare = _stream(seed, number, count, 18) % np.uint64(32) == 0
+        return np.where(rare, random(seed, number, count), plain(seed, number, count)).astype(np.uint32)
+
+    return draw
+
+
 def _edge(left: bool) -> Callable[[int, int, int], Bits]:
     """Factors whose product lies within a few ulp of 2^-126, where flushing and rounding meet."""
 
@@ -270,6 +281,7 @@ _MAKERS: dict[str, Callable[[int, int, int], Bits]] = {
     "b32:bf16": _fragment("bf16"),
     "b32:f16": _fragment("f16"),
     "b32:fp8": _fragment("fp8"),
+    **{f"b32:{name}:any": _spiced(name) for name in ("f32", "bf16", "f16", "fp8")},
 }
 
 

@@ -87,6 +87,7 @@ _ROUNDED = _RND[1:]
 _FTZ = ("", ".ftz")
 _SAT = ("", ".sat")
 _RELU = ("", ".relu")
+_SATFINITE = ("", ".satfinite")
 _INTS = ("u16", "s16", "u32", "s32", "u64", "s64")
 _APPROXIMATE = ("ex2", "lg2", "sin", "cos", "rcp", "rsqrt", "sqrt")
 
@@ -166,6 +167,15 @@ def _comparisons() -> Iterator[Probe]:
         for result in ("u32", "f32", "s32"):
             chosen = [n for n in names if f".{result}.{kind}" in n]
             yield from _split(f"set.{result}.{kind}", _named(chosen, result, 2), (kind,) * 2)
+    for kind, result in product(("f16", "bf16"), ("u16", "s16", "u32", "s32", "f16", "bf16")):
+        if (result, kind) != ("f16", "bf16"):
+            flushes = _FTZ if kind == "f16" and result != "bf16" else ("",)
+            names = _join(["set."], floats, flushes, [f".{result}.{kind}"])
+            yield from _split(f"set.{result}.{kind}", _named(names, result, 2), (kind,) * 2)
+    combined = _join(["set.lt."], ("and", "or", "xor"), [".u32.f16"])
+    yield from _split("set.combined.f16", _named(combined, "u32", 3), ("f16", "f16", "pred"))
+    names = _join(["setp."], floats, [".ftz.f16"])
+    yield from _split("setp.ftz.f16", _named(names, "pred", 2), ("f16",) * 2)
     names = _join(["set."], floats, [".ftz.u32.f32"])
     yield from _split("set.ftz", _named(names, "u32", 2), ("f32",) * 2)
     combined = _join(["set.lt."], ("and", "or", "xor"), [".u32.f32"])
@@ -265,6 +275,10 @@ def _conversions() -> Iterator[Probe]:
             for target, rnd, ftz in product(every, (".rni", ".rzi", ".rmi", ".rpi"), _FTZ if source == "f32" else ("",))
         ]
         yield from _split(f"cvt.integer.{source}", lines, (source,))
+        if source != "bf16":
+            saturating = [f"cvt.rzi.sat.{target}.{source}" for target in every]
+            lines = [Line(f"{name} {{d}}, {{a}};", (target,)) for name, target in zip(saturating, every, strict=True)]
+            yield from _split(f"cvt.integer.sat.{source}", lines, (source,))
     same = _join(["cvt"], ("", ".rni", ".rzi", ".rmi", ".rpi"), _FTZ, _SAT, [".f32.f32"])
     yield from _split("cvt.f32.f32", _named([n for n in same if n != "cvt.f32.f32"], "f32", 1), ("f32",))
     for source in ("f16", "bf16"):
@@ -366,30 +380,38 @@ def _warps() -> Iterator[Probe]:
     yield from _split("movmatrix", [Line("movmatrix.sync.aligned.m8n8.trans.b16 {d}, {a};", ("b32",))], ("b32",))
 
 
+_FP8 = ("e4m3", "e5m2")
+_MATRIX_OPERAND = {"tf32": "b32:f32", "bf16": "b32:bf16", "f16": "b32:f16", "e4m3": "b32:fp8", "e5m2": "b32:fp8"}
+
+
+def _product(name: str, registers: tuple[int, int, int], kinds: tuple[str, ...], suffix: str) -> Iterator[Probe]:
+    """One `mma.sync`: how many registers A, B and the accumulator take, and the kinds of their words."""
+    taken = iter("abcghijklmnopqrstuvwxyz")
+    groups = ["{{" + ", ".join(f"{{{next(taken)}}}" for _ in range(size)) + "}}" for size in registers]
+    results = "{{" + ", ".join(f"{{{'def'[n] if n < 3 else f'd{n}'}}}" for n in range(registers[2])) + "}}"
+    line = Line(f"{name} {results}, {', '.join(groups)};", ("b32",) * registers[2])
+    operands = tuple(kind for kind, size in zip(kinds, registers, strict=True) for _ in range(size))
+    yield from _split(f"{name}{suffix}", [line], operands)
+
+
 def _products() -> Iterator[Probe]:
-    """`mma.sync`: fragments of one warp from registers."""
-    for shape, kinds in (
-        ("m16n8k8", ("bf16", "f16")), ("m16n8k16", ("bf16", "f16")), ("m16n8k4", ("tf32",)), ("m16n8k8", ("tf32",)),
-    ):  # fmt: skip
-        for kind, half in product(kinds, (False, True)):
-            if half and kind != "f16":
+    """`mma.sync`: fragments of one warp from registers; in `special` some words have any bits."""
+    pairs = {(a, a) for a in ("bf16", "f16", "tf32")} | set(product(_FP8, _FP8))
+    depths = {"bf16": (8, 16), "f16": (8, 16), "tf32": (4, 8), "e4m3": (16, 32), "e5m2": (16, 32)}
+    for a, b in sorted(pairs):
+        for depth, c in product(depths[a], ("f32", "f16")):
+            if c == "f16" and a in ("bf16", "tf32"):
                 continue
-            depth = int(shape[6:])
-            left = 16 * depth * (32 if kind == "tf32" else 16) // 1024
-            right = left // 2
-            accumulators = 2 if half else 4
-            letters = "abcghijklmnopqrstuvwxyz"
-            taken = iter(letters)
-            groups = [
-                "{{" + ", ".join(f"{{{next(taken)}}}" for _ in range(size)) + "}}"
-                for size in (left, right, accumulators)
-            ]
-            results = "{{" + ", ".join(f"{{{'def'[n] if n < 3 else f'd{n}'}}}" for n in range(accumulators)) + "}}"
-            c = "f16" if half else "f32"
-            name = f"mma.sync.aligned.{shape}.row.col.{c}.{kind}.{kind}.{c}"
-            operand = "b32:f32" if kind == "tf32" else f"b32:{kind}"
-            line = Line(f"{name} {results}, {', '.join(groups)};", ("b32",) * accumulators)
-            yield from _split(name, [line], (operand,) * (left + right) + (f"b32:{c}",) * accumulators)
+            bits = {"tf32": 32, "bf16": 16, "f16": 16}.get(a, 8)
+            left = 16 * depth * bits // 1024
+            registers = (left, left // 2, 4 if c == "f32" else 2)
+            name = f"mma.sync.aligned.m16n8k{depth}.row.col.{c}.{a}.{b}.{c}"
+            yield from _product(name, registers, (_MATRIX_OPERAND[a], _MATRIX_OPERAND[b], f"b32:{c}"), "")
+            wild = tuple(f"{kind}:any" for kind in (_MATRIX_OPERAND[a], _MATRIX_OPERAND[b], f"b32:{c}"))
+            yield from _product(name, registers, wild, ".special")
+    for (shape, left), a, b, sat in product((("m8n8k16", 1), ("m16n8k16", 2), ("m16n8k32", 4)), "su", "su", _SATFINITE):
+        name = f"mma.sync.aligned.{shape}.row.col{sat}.s32.{a}8.{b}8.s32"
+        yield from _product(name, (left, max(1, left // 2), 2 if left == 1 else 4), ("u32", "u32", "s32"), "")
 
 
 def probes() -> tuple[Probe, ...]:

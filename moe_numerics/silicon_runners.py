@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["CudaRunner", "Job", "Runner", "SiliconError", "VirtualRunner"]
+from moe_numerics.virtual_gpu.errors import Fault
+from moe_numerics.virtual_gpu.tensor_map import DRIVER_TYPE, TensorMap, decode, encode
+
+__all__ = ["CudaRunner", "Job", "Runner", "SiliconError", "VirtualRunner", "driver_map"]
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -21,9 +25,10 @@ class SiliconError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """A kernel and its arguments: pointers to outputs and inputs, then perhaps a number.
+    """A kernel and its arguments: pointers to outputs and inputs, to tensor maps, then perhaps a number.
 
-    outputs_first: the order of the pointers. count: the last argument (u32), None if there is none.
+    outputs_first: the order of the pointers. count: the last argument (u32), None if there is none. maps: tensor maps
+    (their addresses do not count), each with the number of its buffer among the inputs and outputs.
     """
 
     name: str
@@ -36,6 +41,7 @@ class Job:
     outputs_first: bool
     count: int | None = None
     cluster: int = 1
+    maps: tuple[tuple[TensorMap, int], ...] = ()
 
 
 class Runner(Protocol):
@@ -55,9 +61,12 @@ class VirtualRunner:
         from moe_numerics.virtual_gpu import VirtualGPU, VirtualGPUError
 
         gpu = VirtualGPU(self.arch, "fast", False, 10_000_000)
-        inputs = [torch.from_numpy(np.array(data)) for data in job.inputs]
+        # PyTorch's own memory is aligned to 64 bytes, which a tensor map needs.
+        inputs = [torch.from_numpy(np.array(data)).clone() for data in job.inputs]
         outputs = [torch.zeros(max(size, 1), dtype=torch.uint8) for size in job.outputs]
         args: list[Any] = [*outputs, *inputs] if job.outputs_first else [*inputs, *outputs]
+        for described, number in job.maps:
+            args.append(encode(replace(described, address=args[number].data_ptr())))
         if job.count is not None:
             args.append(job.count)
         try:
@@ -89,14 +98,16 @@ class CudaRunner:
             )
         return self._loaded[key]
 
-    def launch(self, ptx: str, kernel: str, blocks: int, threads: int, args: Sequence[torch.Tensor | int]) -> None:
-        """Launches a kernel on tensors of the device and u32 numbers, on PyTorch's current stream."""
-        import ctypes
-
+    def launch(self, ptx: str, kernel: str, blocks: int, threads: int, args: Sequence[Any]) -> None:
+        """Launches a kernel on tensors of the device, u32 numbers and tensor maps, on PyTorch's current stream."""
         from cuda.bindings import driver
 
         values = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args)
-        kinds = tuple(ctypes.c_void_p if isinstance(arg, torch.Tensor) else ctypes.c_uint32 for arg in args)
+        # An object of the driver's own has no C type here: it says itself where it lies.
+        kinds = tuple(
+            ctypes.c_void_p if isinstance(arg, torch.Tensor) else ctypes.c_uint32 if isinstance(arg, int) else None
+            for arg in args
+        )
         stream = driver.CUstream(torch.cuda.current_stream(self.device).cuda_stream)
         _checked(
             driver.cuLaunchKernel(
@@ -106,17 +117,50 @@ class CudaRunner:
         )
 
     def run(self, job: Job) -> list[Bytes]:
+        try:
+            return self._run(job)
+        except (SiliconError, RuntimeError) as error:
+            # After a fault of the device every later job fails like this too.
+            raise SiliconError(f"{job.name} on {self.device}: {error}") from error
+
+    def _run(self, job: Job) -> list[Bytes]:
         inputs = [torch.from_numpy(np.array(data)).to(self.device) for data in job.inputs]
         outputs = [torch.zeros(max(size, 1), dtype=torch.uint8, device=self.device) for size in job.outputs]
-        args: list[torch.Tensor | int] = [*outputs, *inputs] if job.outputs_first else [*inputs, *outputs]
+        args: list[Any] = [*outputs, *inputs] if job.outputs_first else [*inputs, *outputs]
+        for described, number in job.maps:
+            buffer = args[number]
+            assert isinstance(buffer, torch.Tensor)
+            args.append(driver_map(replace(described, address=buffer.data_ptr())))
         if job.count is not None:
             args.append(job.count)
-        try:
-            self.launch(job.ptx, job.kernel, job.blocks, job.threads, args)
-            torch.cuda.synchronize(self.device)
-        except (SiliconError, RuntimeError) as error:
-            raise SiliconError(f"{job.name} on {self.device}: {error}") from error
+        self.launch(job.ptx, job.kernel, job.blocks, job.threads, args)
+        torch.cuda.synchronize(self.device)
         return [output.cpu().numpy()[:size] for output, size in zip(outputs, job.outputs, strict=True)]
+
+
+def driver_map(described: TensorMap) -> Any:
+    """The driver's tensor map, as it passes one to a kernel. SiliconError: it refuses, or we would read another."""
+    from cuda.bindings import driver
+
+    wide, narrow = driver.cuuint64_t, driver.cuuint32_t
+    made = _checked(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType(DRIVER_TYPE[described.kind]), described.rank, described.address,
+            [wide(n) for n in described.sizes], [wide(n) for n in described.strides or (16,)],
+            [narrow(n) for n in described.box], [narrow(1)] * described.rank,
+            driver.CUtensorMapInterleave(0), driver.CUtensorMapSwizzle(described.swizzle),
+            driver.CUtensorMapL2promotion(0), driver.CUtensorMapFloatOOBfill(0),
+        ),
+        f"encoding {described}",
+    )  # fmt: skip
+    raw = ctypes.string_at(int(made.getPtr()), 128)
+    try:
+        ours: object = decode(raw)
+    except Fault as fault:
+        ours = fault.message
+    if ours != described:
+        raise SiliconError(f"the driver's tensor map {raw[:64].hex()} is read as {ours}, not {described}")
+    return made
 
 
 def _checked(result: tuple[Any, ...], doing: str) -> Any:

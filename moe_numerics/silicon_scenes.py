@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_numerics.silicon_data import operand
+from moe_numerics.virtual_gpu.tensor_map import TensorMap
 
 __all__ = ["Scene", "header", "scenes"]
 
@@ -20,7 +21,8 @@ Bytes = npt.NDArray[np.uint8]
 class Scene:
     """A kernel with its buffers.
 
-    body: PTX after the registers' declaration; parameters p0, p1, ... point to the inputs, then to the outputs.
+    body: PTX after the registers' declaration; parameters p0, p1, ... point to the inputs, then to the outputs, then
+    to the tensor maps (each with the number of the buffer it describes), which are parameters themselves.
     inputs: bytes. outputs: sizes in bytes; they begin as zeros. shows: the instructions that the results depend on.
     module: declarations before the kernel. cluster: blocks of a cluster along x.
     """
@@ -36,14 +38,21 @@ class Scene:
     registers: str = ""
     module: str = ""
     targets: tuple[str, ...] = field(default=("sm_90a",))
+    maps: tuple[tuple[TensorMap, int], ...] = ()
 
     def ptx(self, target: str) -> str:
         """The module of the kernel `scene`."""
-        count = len(self.inputs) + len(self.outputs)
-        loads = "\n    ".join(f"ld.param.u64 %p{n}, [p{n}];" for n in range(count))
+        pointers = len(self.inputs) + len(self.outputs)
+        count = pointers + len(self.maps)
+        parameters = [f".param .u64 p{n}" for n in range(pointers)]
+        parameters += [f".param .align 64 .b8 p{n}[128]" for n in range(pointers, count)]
+        loads = "\n    ".join(
+            f"ld.param.u64 %p{n}, [p{n}];" if n < pointers else f"mov.b64 %p{n}, p{n}; cvta.param.u64 %p{n}, %p{n};"
+            for n in range(count)
+        )
         cluster = f".explicitcluster .reqnctapercluster {self.cluster}, 1, 1\n" if self.cluster > 1 else ""
         return f"""{header(target)}{self.module}
-.visible .entry scene({", ".join(f".param .u64 p{n}" for n in range(count))})
+.visible .entry scene({", ".join(parameters)})
 .reqntid {self.threads}, 1, 1
 {cluster}{{
     .reg .b64 %p<{count}>;
@@ -154,7 +163,7 @@ def _barriers() -> Iterator[Scene]:
     )  # fmt: skip
 
 
-_WAIT = """
+WAIT = """
     {label}:
     mbarrier.try_wait.parity.shared::cta.b64 %q, [%bar], {parity};
     @!%q bra {label};
@@ -200,7 +209,7 @@ def _copies() -> Iterator[Scene]:
     READY:
     bar.sync 0;
     """
-        + _WAIT.format(label="WAIT", parity=0)
+        + WAIT.format(label="WAIT", parity=0)
         + """
     mad.lo.u32 %k, %t, 16, %s;
     ld.shared.v4.b32 {%r0, %r1, %r2, %r3}, [%k];
@@ -247,7 +256,7 @@ def _mbarriers() -> Iterator[Scene]:
     @%half mbarrier.arrive.shared::cta.b64 %state, [%bar];
     @!%half mbarrier.arrive_drop.shared::cta.b64 %state, [%bar];
     """
-        + _WAIT.format(label="WAIT0", parity=0)
+        + WAIT.format(label="WAIT0", parity=0)
         + """
     bar.sync 0;
     mbarrier.test_wait.parity.shared::cta.b64 %q, [%bar], 0;
@@ -255,7 +264,7 @@ def _mbarriers() -> Iterator[Scene]:
     bar.sync 0;
     @%half mbarrier.arrive.shared::cta.b64 _, [%bar];
     """
-        + _WAIT.format(label="WAIT1", parity=1)
+        + WAIT.format(label="WAIT1", parity=1)
         + """
     bar.sync 0;
     mbarrier.test_wait.parity.shared::cta.b64 %q, [%bar], 1;
@@ -298,7 +307,7 @@ def _clusters() -> Iterator[Scene]:
     st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%far], %v, [%farbar];
     getctarank.shared::cluster.u32 %r2, %far;
     """
-        + _WAIT.format(label="WAIT", parity=0)
+        + WAIT.format(label="WAIT", parity=0)
         + """
     ld.shared.b32 %r1, [%k+512];
     mov.u32 %r3, %cluster_nctarank;
@@ -398,7 +407,21 @@ def _addresses() -> Iterator[Scene]:
 def scenes() -> tuple[Scene, ...]:
     """Every scene, in a fixed order."""
     from moe_numerics.silicon_atomics import atomics
+    from moe_numerics.silicon_order import orders
+    from moe_numerics.silicon_tensors import tensors
     from moe_numerics.silicon_wgmma import products
 
-    families = (_loads, _addresses, _barriers, _mbarriers, _copies, _clusters, _tiles, atomics, products)
+    families = (
+        _loads,
+        _addresses,
+        _barriers,
+        _mbarriers,
+        _copies,
+        _clusters,
+        _tiles,
+        atomics,
+        products,
+        orders,
+        tensors,
+    )
     return tuple(scene for family in families for scene in family())

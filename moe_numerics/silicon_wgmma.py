@@ -145,6 +145,7 @@ def products() -> Iterator[Scene]:
         yield _scene(32, a, b, "f16", plain, plain)
         yield _scene(64, a, b, "f16", None, plain)
         yield _scene(32, a, b, "f16", plain, plain, special=True)
-    for columns in range(8, 257, 8):
+    # The width of 32 is above, with every layout.
+    for columns in (8 * n for n in range(1, 33) if n != 4):
         for a, b in (("bf16", "bf16"), ("tf32", "tf32"), ("e4m3", "e4m3")):
             yield _scene(columns, a, b, "f32", plain, plain)
