@@ -134,3 +134,18 @@ def test_narrower_cases_keep_gate_and_up() -> None:
     assert bits.shape == (1, 64)
     assert bits[0, 32 + 5] == 0x1111, "column 5 of up"
     assert bits[0, 3] == 0x2222, "column 35 of gate, modulo 32"
+
+
+@pytest.mark.parametrize("matters", [False, True], ids=["bias does not matter", "bias matters"])
+def test_a_bias_shrinks_too(matters: bool) -> None:
+    """Catches a bias that stays random in a case that fails without it, or is lost where the case needs it."""
+    bias = TensorSpec("bias", kind="bias", columns=2)
+    case = Case("p", (3, 5), 64, values={"bias": Values("gaussian", 7), "gate_up": Values("gaussian", 7)})
+
+    def fails(candidate: Case) -> bool:
+        return candidate.tokens > 0 and (not matters or bool((candidate.bits(bias) & 0x8000).any()))
+
+    smaller = shrink(case, (*INPUTS, bias), fails)
+    assert fails(smaller)
+    assert smaller.tokens == 1
+    assert (smaller.values["bias"] == Values("plain")) != matters
