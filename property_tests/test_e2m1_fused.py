@@ -1,8 +1,9 @@
 """The kernels' E2M1 conversion gives the reference's code for every float32.
 
 It is a minimum of sums that do not decrease with the magnitude, so its codes do not decrease either: where the first
-and the last magnitude of each code are right, every one is. Faults this catches: a tie that goes the wrong way, one of the
-three spacings missing, a magnitude past the range that wraps, a NaN that is not 7, nibbles exchanged, a sign misplaced.
+and the last magnitude of each code are right, every one is. Faults this catches: a tie that goes the wrong way, one of
+the three spacings missing, a magnitude past the range that wraps, a NaN that is not 7, nibbles exchanged, a sign
+misplaced.
 """
 
 from __future__ import annotations
