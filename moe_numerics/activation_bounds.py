@@ -178,7 +178,11 @@ def given(tensors: Mapping[str, Tensor], name: str, experts: Experts, arithmetic
         return Enclosure.exact(owned)
     bias = torch.where(valid.view(-1, 1), tensors["bias"].float()[experts.row_expert().clamp(min=0)], 0.0)
     total = Enclosure.exact(owned.double() + bias.double())
-    return total.rounded(arithmetic.unit, arithmetic.underflow).where(valid.view(-1, 1).expand_as(owned))
+    # A sum that the type holds, as one that cancels, is not rounded.
+    held = total.value.to(getattr(torch, arithmetic.intermediate)).double() == total.value
+    rounded = total.rounded(arithmetic.unit, arithmetic.underflow)
+    error = torch.where(held, 0.0, rounded.error)
+    return Enclosure(total.value, error, total.decided).where(valid.view(-1, 1).expand_as(owned))
 
 
 def probabilities(tensors: Mapping[str, Tensor], experts: Experts) -> list[Enclosure]:
