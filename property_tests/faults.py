@@ -27,7 +27,7 @@ Outputs = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of one path. kind: "ptx", "choice", "operation", "input" or "output".
+    """One fault of one path. kind: "ptx", "choice", "operation", "input", "output", or "mutant" (see `ptx_mutants`).
 
     pattern, replacement, limit: of `re.sub` on the PTX; limit 0 changes every place. choices: of the contract.
     operation: runs in the place of the path's. inputs: changes the tensors that the kernel gets; fields: of the case.
@@ -49,6 +49,15 @@ class Fault:
     stage: str = ""
     schedule: str | int = "fast"
     equivalent: str = ""
+
+    def edit(self, ptx: str) -> tuple[str, int]:
+        """The module with the fault, and in how many places it changed."""
+        return re.subn(self.pattern, self.replacement, ptx, count=self.limit, flags=re.DOTALL)
+
+    @property
+    def edits(self) -> bool:
+        """Whether it changes PTX."""
+        return bool(self.pattern)
 
 
 @dataclass(frozen=True, repr=False)
@@ -101,7 +110,7 @@ class FaultyDevice:
 def ptx_fault(fault: Fault) -> Iterator[list[int]]:
     """Kernels launched inside the context have the fault's lines; the list holds how many places changed in each."""
     places: list[int] = []
-    if not fault.pattern:
+    if not fault.edits:
         yield places
         return
     launch = VirtualGPU.launch_raw
@@ -109,7 +118,7 @@ def ptx_fault(fault: Fault) -> Iterator[list[int]]:
 
     def launch_edited(self: VirtualGPU, ptx: str, kernel: str, *arguments: Any, **options: Any) -> None:
         if ptx not in edited:
-            edited[ptx], count = re.subn(fault.pattern, fault.replacement, ptx, count=fault.limit, flags=re.DOTALL)
+            edited[ptx], count = fault.edit(ptx)
             places.append(count)
         launch(self, edited[ptx], kernel, *arguments, **options)
 
