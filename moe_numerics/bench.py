@@ -153,14 +153,15 @@ def plain_forward(gate_up: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tens
     return (*_blocks(y, -1), *_blocks(y, -2))
 
 
-def plain_backward(grad: torch.Tensor, gate_up: torch.Tensor, prob: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def plain_backward(grad: torch.Tensor, gate_up: torch.Tensor, prob: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     gate, up = gate_up.float().chunk(2, dim=-1)
     s = torch.sigmoid(gate)
-    weighted = grad.float() * prob[:, None]
+    weighted = grad.float() if prob is None else grad.float() * prob[:, None]
     dgate = weighted * up * s * (1 + gate * (1 - s))
     dup = weighted * gate * s
     both = torch.cat((dgate, dup), dim=-1)
-    return (*_blocks(both, -1), *_blocks(both, -2), (grad.float() * gate * s * up).sum(-1))
+    copies = (*_blocks(both, -1), *_blocks(both, -2))
+    return copies if prob is None else (*copies, (grad.float() * gate * s * up).sum(-1))
 
 
 def _cuda(device: str) -> Iterator[Measurement]:

@@ -95,13 +95,11 @@ class _Inputs:
         t = self.tensors
         return fc1(t["x"], t["weights1"], offsets, None, t["prob"], element=E4M3)
 
-    def second_layer_backward(self, offsets: torch.Tensor) -> Results:
+    def second_layer_backward(self, offsets: torch.Tensor, prob: torch.Tensor | None = None) -> Results:
         from moe_numerics.fused.grouped_mlp import fc2_backward
 
         t = self.tensors
-        return fc2_backward(
-            t["x"], t["weights2"], t["preactivation"], offsets, None, t["prob"], element=E4M3, extras=()
-        )
+        return fc2_backward(t["x"], t["weights2"], t["preactivation"], offsets, None, prob, element=E4M3, extras=())
 
     def forward_product(self, offsets: torch.Tensor) -> torch.Tensor:
         return torch._grouped_mm(self.tensors["x"], self.tensors["weights1"].transpose(1, 2), offsets[1:])
@@ -110,7 +108,9 @@ class _Inputs:
         return torch._grouped_mm(self.tensors["x"], self.tensors["weights2"], offsets[1:])
 
 
-def _sample(inputs: _Inputs, counts: list[int], direction: str) -> tuple[dict[str, torch.Tensor], Callable[..., Any]]:
+def _sample(
+    inputs: _Inputs, counts: list[int], direction: str, weighted: bool
+) -> tuple[dict[str, torch.Tensor], Callable[..., Any]]:
     """The reference's results for some rows and columns of one expert, and what picks the same out of a kernel's.
 
     Rows begin at a multiple of 32 of the expert's, so that column-wise blocks are whole ones.
@@ -123,7 +123,7 @@ def _sample(inputs: _Inputs, counts: list[int], direction: str) -> tuple[dict[st
     token, across = slice(row, row + rows), slice(2 * column, 2 * (column + columns))
     offsets = torch.tensor([0, rows], dtype=torch.int32, device=inputs.device)
     options: dict[str, Any] = {"layout": _LAYOUT, "element": E4M3}
-    x, prob = t["x"][token], t["prob"][token]
+    x, prob = t["x"][token], t["prob"][token] if weighted else None
     if direction == "forward":
         weights = t["weights1"][expert : expert + 1, across]
         expected = grouped_mlp.fc1(x, weights, offsets, None, prob, **options)
@@ -156,9 +156,9 @@ def _sample(inputs: _Inputs, counts: list[int], direction: str) -> tuple[dict[st
     return kept, pick
 
 
-def _checked(inputs: _Inputs, counts: list[int], direction: str, results: Results) -> int:
+def _checked(inputs: _Inputs, counts: list[int], direction: str, weighted: bool, results: Results) -> int:
     """Elements of the sample that were compared, all equal. BenchError: one is not."""
-    expected, pick = _sample(inputs, counts, direction)
+    expected, pick = _sample(inputs, counts, direction, weighted)
     elements = 0
     for name, want in expected.items():
         got = pick(name, results[name])
@@ -205,10 +205,11 @@ def measure_gemm(device: str, sizes: Sizes = Sizes()) -> Iterator[Measurement]:
     t = inputs.tensors
     shape = f"{sizes.experts} experts, {sizes.rows} tokens, K {sizes.depth}, N {sizes.hidden}"
     forward, backward = torch.compile(plain_forward, dynamic=False), torch.compile(plain_backward, dynamic=False)
-    for direction, what, fused, product, eager, compiled in (
+    for direction, what, weighted, fused, product, eager, compiled in (
         (
             "forward",
             "first layer + SwiGLU + MXFP8 both ways",
+            True,
             inputs.first_layer,
             inputs.forward_product,
             lambda product: plain_forward(product, t["prob"]),
@@ -216,8 +217,18 @@ def measure_gemm(device: str, sizes: Sizes = Sizes()) -> Iterator[Measurement]:
         ),
         (
             "backward",
-            "data gradient + SwiGLU backward with dprob + MXFP8 both ways",
+            "data gradient + SwiGLU backward + MXFP8 both ways",
+            False,
             inputs.second_layer_backward,
+            inputs.backward_product,
+            lambda product: plain_backward(product, t["preactivation"], None),
+            lambda product: backward(product, t["preactivation"], None),
+        ),
+        (
+            "backward",
+            "data gradient + SwiGLU backward with dprob + MXFP8 both ways",
+            True,
+            partial(inputs.second_layer_backward, prob=t["prob"]),
             inputs.backward_product,
             lambda product: plain_backward(product, t["preactivation"], t["prob"]),
             lambda product: backward(product, t["preactivation"], t["prob"]),
@@ -226,7 +237,7 @@ def measure_gemm(device: str, sizes: Sizes = Sizes()) -> Iterator[Measurement]:
         offsets = {name: inputs.offsets(counts) for name, counts in sizes.distributions().items()}
         elements = 0
         for name, counts in sizes.distributions().items():
-            elements += _checked(inputs, counts, direction, fused(offsets[name]))
+            elements += _checked(inputs, counts, direction, weighted, fused(offsets[name]))
         yield Measurement(f"{what}, samples of results compared with the reference", elements, "elements, all equal")
         even = offsets["balanced"]
         times = _medians(
