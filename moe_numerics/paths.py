@@ -66,15 +66,22 @@ _FORMATS: dict[str, FloatFormat | None] = {"bf16": None, "mxfp8_e4m3": E4M3, "mx
 _QUANTISE_PROFILES: dict[str, Grade] = dict.fromkeys(PROFILES, "exact")
 
 
+_KINDS = ("swiglu", "clamped_swiglu", "geglu", "srelu", "silu")
+"""Activations of each kind. Formats and biases are the same code for every activation: every activation is taken to
+bfloat16 and MXFP8 E4M3, and the other combinations of activations that are not among these are extended paths."""
+
+
 def _activation_paths(name: str, activation: Activation, variant: str = "") -> list[Path]:
     unary = activation.inputs == 1
     source = TensorSpec("x") if unary else TensorSpec("gate_up", columns=2)
     columns = "hidden" if unary else "2 * hidden"
     layouts = ("halves",) if unary else _LAYOUTS
     what = " ".join((name, *(variant[1:],) * bool(variant)))
+    alike = name not in _KINDS or bool(variant)
     paths = []
     for label, element in _FORMATS.items():
         written = "bfloat16" if element is None else f"MXFP8 {element.name}, row-wise and column-wise"
+        extended = alike and element is E5M2
         paths.append(
             Path(
                 f"{name}.fwd.{label}{variant}",
@@ -84,6 +91,7 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
                 {"suite": "exact"},
                 ActivationForward(activation, element),
                 layouts,
+                extended=extended,
             )
         )
         paths.append(
@@ -95,6 +103,7 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
                 {"suite": "exact"},
                 ActivationBackward(activation, element),
                 layouts,
+                extended=extended,
             )
         )
     composed = (
@@ -119,13 +128,10 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
                 {"suite": "exact"},
                 ActivationThenNvfp4(operation, Nvfp4Copies(recipe)),
                 layouts,
+                extended=alike,
             )
         )
     return paths
-
-
-_KINDS = ("swiglu", "clamped_swiglu", "geglu", "srelu", "silu")
-"""Activations of each kind. What quantises does not see a bias: others with a bias are quantised in extended paths."""
 
 
 def _bias_paths(name: str, activation: Activation, variant: str = "") -> list[Path]:
@@ -139,7 +145,7 @@ def _bias_paths(name: str, activation: Activation, variant: str = "") -> list[Pa
         element = _FORMATS[label]
         written = "bfloat16" if element is None else f"MXFP8 {element.name}, row-wise and column-wise"
         layouts = ("halves",) if unary else _LAYOUTS
-        extended = element is not None and (name not in _KINDS or bool(variant))
+        extended = name not in _KINDS or bool(variant)
         paths.append(
             Path(
                 f"{name}.fwd.{label}{variant}.bias",
@@ -320,6 +326,7 @@ def _fast_paths(name: str, activation: Activation, variant: str = "") -> list[Pa
             summary=f"{path.summary}; fast maths",
             profiles={"suite": "bounded"},
             maths="fast",
+            extended=name not in _KINDS or bool(variant),
         )
         for path in own
         if ".mxfp8_e5m2" not in path.id

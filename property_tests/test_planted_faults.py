@@ -124,7 +124,7 @@ FAULTS = [
         "last partial row tile skipped",
         FORWARD,
         Edit(
-            r"setp\.ge\.s32 \t(%p\d+), (%r\d+), (%r\d+);(\s+@\1 bra[^\n]*\n\s+ld\.param)",
+            r"setp\.ge\.s32 \t(%p\d+), (%r\d+), (%r\d+);(\s+@\1 bra[^\n]*\n\s+mov\.u32 \t%r\d+, %ctaid)",
             r"add.s32 \2, \2, 31; setp.ge.s32 \1, \2, \3; add.s32 \2, \2, -31;\4",
             1,
         ),
@@ -172,7 +172,6 @@ FAULTS = [
         "tile at a boundary taken for the expert before",
         FORWARD,
         Edit(r"setp\.le\.s32(?= \t%p\d+, %r\d+, %r\d+;\n\$L__BB\d+_\d+:\s+vote)", "setp.lt.s32", 1),
-        message="PTX line",
     ),
     Fault(
         "first barrier removed",
