@@ -1,8 +1,12 @@
 """Block scales of the Blackwell grouped GEMMs: from global memory to shared memory to tensor memory.
 
 The tensor core reads scales in tiles of 128 lines by 4 blocks (`moe_numerics.reference.scale_layout`). An expert's
-rows, and its blocks of summed tokens, begin anywhere, so its tiles are put together from the compact scales while they
-are loaded, and no operand needs padding. What lies outside the expert gets scale code 0.
+rows, and its blocks of summed tokens, begin anywhere, so its tiles are put together while they are loaded, from compact
+scales or from scales swizzled over the whole buffer, and no operand needs padding. What lies outside the expert gets
+scale code 0.
+
+Scales of a matrix have two dimensions if they are compact and three if they are swizzled (`Quantized.tiles`), those of
+stacked weights one more: which it is costs nothing when the kernel runs.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from cutlass import Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm, nvvm
 from moe_numerics.fused.gemm_problem import BLOCK
 from moe_numerics.fused.memory import select, store_words
+from moe_numerics.fused.scale_layout import swizzled_lines
 
 __all__ = [
     "SCALE_THREADS",
@@ -36,20 +41,26 @@ _TENSOR_SPACE = 6
 
 
 def left_lines(problem: Any, scales: cute.Tensor) -> cute.Tensor:
-    """Compact scales of the left matrix as [lines, blocks]."""
+    """Scales of the left matrix as [lines, blocks]."""
+    first, second, *tile = scales.shape
+    if tile:
+        return swizzled_lines(scales.iterator, first, second)
     return _swapped(scales) if problem.summed_rows else scales
 
 
 def right_lines(problem: Any, scales: cute.Tensor, expert: Int32) -> cute.Tensor:
-    """Compact scales of an expert's right matrix as [lines, blocks]."""
-    if not problem.ragged_depth:
-        _, first, second = scales.shape
-        scales = cute.make_tensor(
-            scales.iterator + Int64(expert) * (Int64(first) * second),
-            cute.make_layout((first, second), stride=(Int64(second), 1)),
-        )
-        return _swapped(scales) if problem.transposed else scales
-    return _swapped(scales) if problem.summed_rows else scales
+    """Scales of an expert's right matrix as [lines, blocks]."""
+    if problem.ragged_depth:
+        return left_lines(problem, scales)
+    _, first, second, *tile = scales.shape
+    start = Int64(expert) * (Int64(first) * second)
+    if tile:
+        return swizzled_lines(scales.iterator + start * TILE_BYTES, first, second)
+    scales = cute.make_tensor(
+        scales.iterator + start,
+        cute.make_layout((first, second), stride=(Int64(second), 1)),
+    )
+    return _swapped(scales) if problem.transposed else scales
 
 
 def _swapped(scales: cute.Tensor) -> cute.Tensor:

@@ -183,8 +183,8 @@ def buffers(
 class Factors:
     """The factors of a product as kernels take them, checked.
 
-    scales: compact scales of the left and the right matrix, if the operands have any; else the products of codes and
-    scales are in the matrices.
+    scales: of the left and the right matrix, if the operands have any, compact or as `Quantized.tiles`; else the
+    products of codes and scales are in the matrices.
     """
 
     problem: RaggedRows | RaggedDepth

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from moe_numerics.fused.blackwell_operands import Operands
 from moe_numerics.fused.blackwell_problem import RaggedSlots
+from moe_numerics.fused.compilation import current_target
 from moe_numerics.fused.dequantize import dequantize_tokens, dequantize_weights
 from moe_numerics.fused.elementwise import check_ragged
 from moe_numerics.fused.gemm_launch import Factors, Kind
@@ -72,6 +73,7 @@ def block_offsets(
 class Factor:
     """A checked operand: tokens [rows, columns], or weights [experts, rows, columns]."""
 
+    name: str
     source: torch.Tensor | Quantized
     rows: int
     columns: int
@@ -91,10 +93,10 @@ class Factor:
         if isinstance(source, Quantized):
             source.check(name, device, ragged.experts, axis, weights)
             rows = source.rows(name, ragged.experts, ragged.alignment, weights)
-            return cls(source, rows, source.columns, weights)
+            return cls(name, source, rows, source.columns, weights)
         shape = (ragged.experts, None, None) if weights else (None, None)
         check_tensor(name, source, torch.bfloat16, shape, device, 16)
-        return cls(source, source.shape[-2], source.shape[-1], weights)
+        return cls(name, source, source.shape[-2], source.shape[-1], weights)
 
     @property
     def transposed(self) -> bool:
@@ -102,9 +104,17 @@ class Factor:
         return isinstance(self.source, Quantized) and self.source.transposed
 
     def bfloat16(self, ragged: Ragged) -> torch.Tensor:
-        """The values without the global amax; launches the dequantisation of a quantised factor."""
+        """The values without the global amax; launches the dequantisation of a quantised factor.
+
+        ValueError: its scales are swizzled, which only a tensor core with block scales reads.
+        """
         if isinstance(self.source, torch.Tensor):
             return self.source
+        if self.source.swizzled:
+            raise ValueError(
+                f"{self.name} scales are in the 128x4-swizzled layout of block-scaled tensor cores: products in "
+                f"bfloat16 for {current_target()} dequantise first and take compact scales"
+            )
         if self.weights:
             return dequantize_weights(self.source)
         return dequantize_tokens(self.source, self.rows, ragged.offsets, ragged.counts, ragged.alignment)
@@ -164,7 +174,8 @@ class Product:
             _check_multiple(f"a line of codes has {each.shape[-1]} bytes", each.shape[-1], CODE_STRIDE)
         given = [(each, Kind(torch.uint8, (*(1,) * (each.dim() - 1), CODE_STRIDE), 16)) for each in codes]
         operands = Operands(left.element.name, right.element.name)
-        return Factors(problem, given[0], given[1], operands, (left.scales, right.scales))
+        scales = [source.tiles() if source.swizzled else source.scales for source in sources]
+        return Factors(problem, given[0], given[1], operands, (scales[0], scales[1]))
 
     def alpha(self, alpha: torch.Tensor | float | None) -> torch.Tensor | None:
         """What each expert's accumulators are multiplied by: ((alpha * amax_left) * amax_right) * factor, float32.

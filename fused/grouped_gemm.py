@@ -10,9 +10,10 @@ call can be captured in a CUDA graph and replayed with other offsets.
 
 Operands are bfloat16 or `Quantized`: MXFP8 or NVFP4, row-wise where a product sums along columns and column-wise where
 it sums along rows. The global amaxes of NVFP4 scale the accumulators. Block scales are applied by the tensor core with
-an accumulator that has them. Hopper has none, so with those of bfloat16 a kernel of its own turns codes and block
-scales into bfloat16 first (`dequantize`). A product of code and scale that bfloat16 does not hold, near the ends of the
-E8M0 range, is NaN then and shows in the result; the reference refuses it.
+an accumulator that has them; those may be compact or, over the whole buffer, swizzled (`Quantized.swizzled`), each
+operand's in its own way. Hopper has none, so with those of bfloat16 a kernel of its own turns codes and compact block
+scales into bfloat16 first (`dequantize`), and swizzled ones are refused. A product of code and scale that bfloat16 does
+not hold, near the ends of the E8M0 range, is NaN then and shows in the result; the reference refuses it.
 """
 
 from __future__ import annotations

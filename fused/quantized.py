@@ -12,6 +12,7 @@ import torch
 from moe_numerics.fused.launch import check_tensor
 from moe_numerics.reference.formats import E2M1, E4M3, E8M0, FloatFormat
 from moe_numerics.reference.quantized import Quantized as ReferenceQuantized
+from moe_numerics.reference.scale_layout import BLOCKS, LINES, swizzled_size
 
 __all__ = ["NVFP4_FACTOR", "Quantized"]
 
@@ -28,6 +29,10 @@ class Quantized:
     [rows, columns / 16]; column-wise transposed, codes [columns, blocks of 16 rows * 8], scales [columns, blocks].
     Weights have all this for each expert, stacked. Where an expert's blocks of tokens lie in column-wise copies is told
     by `moe_numerics.reference.ragged.Experts.colwise_row`.
+    swizzled: scales are tiles of 128 lines by 4 blocks over the whole buffer instead, as the quantisers' `swizzled`
+    recipes write them and `moe_numerics.reference.scale_layout` states: uint8 [bytes], of weights [experts, bytes].
+    Lines are rows of row-wise and columns of column-wise matrices; what fills up the tiles is not read. Only products
+    whose tensor core applies scales take them.
 
     global_amax: float32 [], [1] or [experts]. global_factor: a dequantised element is
     code * (scale * (global_amax * global_factor)).
@@ -42,6 +47,7 @@ class Quantized:
     axis: int
     global_amax: torch.Tensor | None = None
     global_factor: float = 1.0
+    swizzled: bool = False
 
     def __post_init__(self) -> None:
         pair = (self.element.name, self.scale_format.name)
@@ -82,7 +88,7 @@ class Quantized:
         each = [source] if isinstance(source, ReferenceQuantized) else list(source)
         if not each:
             raise ValueError("no matrices were given: expected one for each expert")
-        kinds = {(one.element.name, one.scale_format.name, one.axis, one.global_factor) for one in each}
+        kinds = {(one.element.name, one.scale_format.name, one.axis, one.global_factor, one.swizzled) for one in each}
         if len(kinds) > 1:
             raise ValueError(f"the experts' matrices have formats {sorted(kinds)}: expected one")
         if any(one.line_scaled for one in each):
@@ -96,7 +102,8 @@ class Quantized:
             parts[0] if single else torch.stack(parts)
             for parts in ([one.codes for one in each], [one.scales for one in each])
         )
-        return cls(codes, scales, first.element, first.scale_format, first.axis, amax, first.global_factor)
+        formats = (first.element, first.scale_format, first.axis)
+        return cls(codes, scales, *formats, amax, first.global_factor, first.swizzled)
 
     @property
     def packed(self) -> bool:
@@ -147,8 +154,15 @@ class Quantized:
             shape = (-(-lines // block), columns)
         else:
             shape = (None, columns)
-        # Column-wise MXFP8 scales are read 16 at once.
-        align = 16 if self.axis == -2 and not self.packed else 1
+        across_lines = self.axis == -2 and not self.packed
+        # Compact column-wise MXFP8 scales are read 16 at once.
+        align = 16 if across_lines and not self.swizzled else 1
+        if self.swizzled:
+            first, second = shape
+            if first is None or second is None:
+                shape = (None,)
+            else:
+                shape = (swizzled_size(second, first) if across_lines else swizzled_size(first, second),)
         check_tensor(f"{name} scales", self.scales, torch.uint8, (*lead, *shape), device, align)
         if self.global_amax is not None:
             amax = self.global_amax
@@ -164,16 +178,23 @@ class Quantized:
         ValueError: column-wise scales of tokens that are not as many as the rows, experts and alignment ask for.
         """
         if self.transposed:
-            return self.scales.shape[-1] * self.block
+            return self.codes.shape[-1] * 2
         rows = self.codes.shape[-2]
         if self.axis == -2 and not weights:
-            wanted = colwise_rows(rows, experts, alignment, self.block)
+            wanted, unit = colwise_rows(rows, experts, alignment, self.block), "rows"
+            if self.swizzled:
+                wanted, unit = swizzled_size(self.columns, wanted), "bytes in the 128x4-swizzled layout"
             if self.scales.shape[0] != wanted:
                 raise ValueError(
-                    f"{name} scales have {self.scales.shape[0]} rows: expected {wanted} for {rows} rows of {experts} "
+                    f"{name} scales have {self.scales.shape[0]} {unit}: expected {wanted} for {rows} rows of {experts} "
                     f"experts whose offsets are multiples of {alignment}"
                 )
         return rows
+
+    def tiles(self) -> torch.Tensor:
+        """Checked swizzled scales as [(experts,) tiles of 128 lines, tiles of 4 blocks, 512]."""
+        lines = self.columns if self.axis == -2 else self.codes.shape[-2]
+        return self.scales.unflatten(-1, (-(-lines // LINES), -1, LINES * BLOCKS))
 
 
 def colwise_rows(rows: int, experts: int, alignment: int, block: int) -> int:

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint32
 from moe_numerics.fused.memory import store_words
 
-__all__ = ["fill_scales", "store_scale", "swizzled_offset"]
+__all__ = ["fill_scales", "store_scale", "swizzled_lines", "swizzled_offset"]
 
 _THREADS = 128
 _BYTES = 16
@@ -22,6 +22,13 @@ def swizzled_offset(line: Int32, block: Int32, blocks: Int32) -> Int64:
     """Byte offset of the scale of (line, block) in the swizzled scales of lines of `blocks` blocks."""
     tile = Int64(line >> 7) * ((blocks + 3) >> 2) + (block >> 2)
     return tile * 512 + ((line & 31) * 16 + ((line >> 5) & 3) * 4 + (block & 3))
+
+
+def swizzled_lines(scales: cute.Pointer, line_tiles: Int32, block_tiles: Int32) -> cute.Tensor:
+    """Swizzled scales of so many tiles of 128 lines and of 4 blocks as [lines, blocks]."""
+    shape = (32, 4, line_tiles), (4, block_tiles)
+    stride = (16, 4, Int64(block_tiles) * 512), (1, Int64(512))
+    return cute.make_tensor(scales, cute.make_layout(shape, stride=stride))
 
 
 @cute.kernel

@@ -15,7 +15,7 @@ gradient's chain begins at the expert's first row. What follows is float32, ever
 factor is the product of both operands' `global_factor` as a float32, for NVFP4 1 / (2688 * 2688)
 (transformer_engine/common/recipe/nvfp4.cu@2.20 has the same order and constant).
 
-Quantised operands are read in one of three ways, by the accumulator:
+Quantised operands, whose scales may be compact or swizzled, are read in one of three ways, by the accumulator:
 
     operands     accumulator              how
     MX, NVFP4    bf16                     codes times block scales as bfloat16 values, where that is exact;
@@ -181,8 +181,8 @@ class _Operand:
                 f"{which} is quantised {kinds[operand.axis]}: this product sums along the other axis, "
                 f"quantise it {kinds[axis]}"
             )
-        scales = operand.scales.t() if operand.transposed else operand.scales
-        return cls(which, operand.unpacked_codes(), scales, operand)
+        scales = operand.compact_scales
+        return cls(which, operand.unpacked_codes(), scales.t() if operand.transposed else scales, operand)
 
     @property
     def rows(self) -> int:

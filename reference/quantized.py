@@ -8,6 +8,7 @@ import torch
 
 from .formats import FloatFormat, unpack_e2m1
 from .ragged import Experts
+from .scale_layout import unswizzle
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +23,7 @@ class Quantized:
     experts: who owns which row.
     global_amax: of two-level scaling, else None: float32 [] or [experts]; with `line_scaled` one for each row
     (rowwise) or column (colwise).
+    swizzled: scales are uint8 [bytes] in tiles over the whole buffer instead, see `scale_layout.with_swizzled_scales`.
     global_factor: a dequantised element is code * (scale * (global_amax * global_factor)).
     """
 
@@ -37,6 +39,7 @@ class Quantized:
     global_amax: torch.Tensor | None = None
     global_factor: float = 1.0
     line_scaled: bool = False
+    swizzled: bool = False
 
     @property
     def hidden(self) -> int:
@@ -44,6 +47,19 @@ class Quantized:
         if self.transposed:
             return self.codes.shape[0]
         return self.codes.shape[1] * (2 if self.packed else 1)
+
+    @property
+    def compact_scales(self) -> torch.Tensor:
+        """The scales in their compact shape, whatever fills up swizzled tiles.
+
+        ValueError: swizzled scales of another dtype or size than the codes need.
+        """
+        if not self.swizzled:
+            return self.scales
+        if self.axis == -1:
+            return unswizzle(self.scales, self.codes.shape[0], self.hidden // self.block)
+        matrix = unswizzle(self.scales, self.hidden, self.experts.colwise_rows(self.block))
+        return matrix if self.transposed else matrix.t()
 
     def unpacked_codes(self) -> torch.Tensor:
         """Gives the codes one a byte, in matrix orientation [capacity, hidden]; padding rows hold code 0."""
@@ -54,7 +70,7 @@ class Quantized:
 
     def row_scales(self) -> torch.Tensor:
         """Gives the decoded scale of every element, float32 [capacity, hidden]; code 0 in unowned rows."""
-        scales = self.scale_format.decode(self.scales, torch.float32)
+        scales = self.scale_format.decode(self.compact_scales, torch.float32)
         if self.axis == -1:
             return scales.repeat_interleave(self.block, dim=1)
         columns = scales.t() if self.transposed else scales

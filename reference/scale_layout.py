@@ -15,9 +15,13 @@ transformer_engine/common/swizzle@2.20.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import torch
 
-from .quantized import Quantized
+if TYPE_CHECKING:
+    from .quantized import Quantized
 
 LINES = 128
 BLOCKS = 4
@@ -70,14 +74,18 @@ def unswizzle(swizzled: torch.Tensor, lines: int, blocks: int) -> torch.Tensor:
 
 def scale_matrix(quantized: Quantized) -> torch.Tensor:
     """Gives compact scales as [lines, blocks]: [capacity, hidden / block] or, colwise, [hidden, blocks]."""
-    if quantized.axis == -2 and not quantized.transposed:
-        return quantized.scales.t()
-    return quantized.scales
+    scales = quantized.compact_scales
+    return scales.t() if quantized.axis == -2 and not quantized.transposed else scales
 
 
 def swizzle_quantized(quantized: Quantized, padding: int = 0) -> torch.Tensor:
     """Gives the scales of a quantised matrix in one swizzled layout over the whole buffer. See `swizzle`."""
     return swizzle(scale_matrix(quantized), padding)
+
+
+def with_swizzled_scales(quantized: Quantized, padding: int = 0) -> Quantized:
+    """Gives the same quantised matrix, whose scales are in the layout of `swizzle_quantized`."""
+    return replace(quantized, scales=swizzle_quantized(quantized, padding), swizzled=True)
 
 
 def swizzle_experts(quantized: Quantized, padding: int = 0) -> list[torch.Tensor]:
