@@ -67,8 +67,8 @@ _QUANTISE_PROFILES: dict[str, Grade] = dict.fromkeys(PROFILES, "exact")
 
 
 _KINDS = ("swiglu", "clamped_swiglu", "geglu", "srelu", "silu")
-"""Activations of each kind. Formats and biases are the same code for every activation: every activation is taken to
-bfloat16 and MXFP8 E4M3, and the other combinations of activations that are not among these are extended paths."""
+"""Activations of each kind. What follows an activation is the same code for all: a run of everything takes each to
+bfloat16 and MXFP8 E4M3, these to the other formats too, the first of them with a bias and in fast maths."""
 
 
 def _activation_paths(name: str, activation: Activation, variant: str = "") -> list[Path]:
@@ -77,11 +77,10 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
     columns = "hidden" if unary else "2 * hidden"
     layouts = ("halves",) if unary else _LAYOUTS
     what = " ".join((name, *(variant[1:],) * bool(variant)))
-    alike = name not in _KINDS or bool(variant)
     paths = []
     for label, element in _FORMATS.items():
         written = "bfloat16" if element is None else f"MXFP8 {element.name}, row-wise and column-wise"
-        extended = alike and element is E5M2
+        extended = bool(variant) or (element is E5M2 and name not in _KINDS)
         paths.append(
             Path(
                 f"{name}.fwd.{label}{variant}",
@@ -128,7 +127,7 @@ def _activation_paths(name: str, activation: Activation, variant: str = "") -> l
                 {"suite": "exact"},
                 ActivationThenNvfp4(operation, Nvfp4Copies(recipe)),
                 layouts,
-                extended=alike,
+                extended=name not in _KINDS or bool(variant),
             )
         )
     return paths
@@ -145,7 +144,7 @@ def _bias_paths(name: str, activation: Activation, variant: str = "") -> list[Pa
         element = _FORMATS[label]
         written = "bfloat16" if element is None else f"MXFP8 {element.name}, row-wise and column-wise"
         layouts = ("halves",) if unary else _LAYOUTS
-        extended = name not in _KINDS or bool(variant)
+        extended = name != _KINDS[0] or bool(variant)
         paths.append(
             Path(
                 f"{name}.fwd.{label}{variant}.bias",
@@ -326,7 +325,7 @@ def _fast_paths(name: str, activation: Activation, variant: str = "") -> list[Pa
             summary=f"{path.summary}; fast maths",
             profiles={"suite": "bounded"},
             maths="fast",
-            extended=name not in _KINDS or bool(variant),
+            extended=name != _KINDS[0] or bool(variant),
         )
         for path in own
         if ".mxfp8_e5m2" not in path.id

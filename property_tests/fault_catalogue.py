@@ -36,6 +36,8 @@ QUANTIZE, QUANTIZE_E5M2 = "quantize.mxfp8_e4m3", "quantize.mxfp8_e5m2"
 NVFP4, ROTATED, STOCHASTIC = "quantize.nvfp4", "quantize.nvfp4.rht", "quantize.nvfp4.rht.sr"
 FOUR_OVER_SIX = "quantize.nvfp4.4over6_mse"
 COMPOSED, COMPOSED_BACKWARD = "swiglu.fwd.nvfp4", "swiglu.bwd.nvfp4"
+FIRST_LAYER, SECOND_LAYER = "grouped_mlp.fc1.swiglu.fwd.mxfp8_e4m3", "grouped_mlp.fc2.swiglu.bwd.mxfp8_e4m3"
+STEP, STEP_MXFP8 = "grouped_mlp.step.bf16", "grouped_mlp.step.mxfp8"
 
 
 def _ptx(id: str, path: str, pattern: str, replacement: Any, seen_in: str = "", limit: int = 0, **more: Any) -> Fault:
@@ -134,8 +136,8 @@ def _largest_over_all(outputs: Outputs, path: Path, case: Case) -> None:
     outputs["amax"] = outputs["amax"].amax().expand_as(outputs["amax"]).clone()
 
 
-_EVEN_BIT = r"(shr\.u32 \t%r\d+, %r\d+, 22;\s+)and\.b32 \t(%r\d+), %r\d+, 1;"
-_SIGN = r"(shr\.u32 \t%r\d+, %r\d+, 28;\s+)and\.b32 \t(%r\d+), %r\d+, 8;"
+_ROUND_TO_STEPS = r"add\.rn\.f32( \t%r\d+, %r\d+, )(0f4(?:AC00000|B400002|BC0000[04]|C400002|CC00004);)"
+_SIGNS = r"(and\.b32 \t%r\d+, %r\d+, )-2004318072;"
 _GEGLU_ERF = ACTIVATIONS["geglu_erf"]
 
 _PLANTED = [
@@ -300,15 +302,21 @@ _ACTIVATION = [
 ]
 
 _NV = [
-    _ptx("nv-ties-away", ROTATED, _EVEN_BIT, r"\1mov.b32 \t\2, 1;", "ROCm/aiter#3992"),
-    _ptx("nv-ties-toward-zero", NVFP4, _EVEN_BIT, r"\1mov.b32 \t\2, 0;", "deepseek-ai/DeepGEMM, FP4 casts"),
+    _ptx("nv-ties-away", ROTATED, _ROUND_TO_STEPS, r"fma.rn.f32\g<1>0f3F800001, \2", "ROCm/aiter#3992"),
+    _ptx(
+        "nv-ties-toward-zero",
+        NVFP4,
+        _ROUND_TO_STEPS,
+        r"fma.rn.f32\g<1>0f3F7FFFFF, \2",
+        "deepseek-ai/DeepGEMM, FP4 casts",
+    ),
     _ptx("nv-small-values-truncated", NVFP4, r"add\.rn\.f32( \t%r\d+, %r\d+, 0f4AC00000)", r"add.rz.f32\1"),
-    _ptx("nv-sign-lost", ROTATED, _SIGN, r"\1mov.b32 \t\2, 0;", "Comfy-Org/comfy-kitchen#74"),
-    _ptx("nv-saturates-at-4", NVFP4, r"0f40C00000;", "0f40800000;"),
+    _ptx("nv-sign-lost", ROTATED, _SIGNS, r"\g<1>0;", "Comfy-Org/comfy-kitchen#74"),
+    _ptx("nv-saturates-at-4", NVFP4, "1262485511;", "1262485510;"),
     _ptx(
         "nv-subnormal-scale-decoded-as-normal",
         NVFP4,
-        r"(setp\.lt\.u16 \t%p\d+, %rs\d+, )8;",
+        r"(0f3B000000;\s+setp\.lt\.u32 \t%p\d+, %r\d+, )8;",
         r"\g<1>0;",
         "local-inference-lab/b12x#388",
     ),
@@ -411,7 +419,7 @@ _NV = [
 
 _COMPOSED = [
     _ptx("composed-bfloat16-truncated", COMPOSED, r"cvt\.rn\.bf16x2\.f32", "cvt.rz.bf16x2.f32", stage="activation"),
-    _ptx("composed-ties-away", COMPOSED, _EVEN_BIT, r"\1mov.b32 \t\2, 1;", stage="codes"),
+    _ptx("composed-ties-away", COMPOSED, _ROUND_TO_STEPS, r"fma.rn.f32\g<1>0f3F800001, \2", stage="codes"),
     _ptx("composed-sixth-eleven-ulps-off", COMPOSED, "0f3E2AAAAB", "0f3E2AAAA0", stage="scales"),
     _ptx(
         "composed-amax-before-rotation",
@@ -441,5 +449,59 @@ _COMPOSED = [
     ),
 ]
 
-CATALOGUE: tuple[Fault, ...] = (*_PLANTED, *_MX, *_ACTIVATION, *_NV, *_COMPOSED)
+
+def _swap_experts(name: str) -> Callable[[Outputs], None]:
+    """The weights of the first two experts exchanged."""
+
+    def change(tensors: Outputs) -> None:
+        weights = tensors[name].clone()
+        if len(weights) > 1:
+            weights[:2] = weights[:2].flip(0)
+        tensors[name] = weights
+
+    return change
+
+
+_LAYERS = [
+    Fault("mlp-weights-of-another-expert", "input", FIRST_LAYER, inputs=_swap_experts("weights"), stage="product"),
+    _ptx("mlp-sigmoid-constant", FIRST_LAYER, "0fBF317218", "0fBF317000", stage="activation"),
+    _ptx("mlp-scale-rounded-down", FIRST_LAYER, r"(add\.s32 \t%r\d+, %r\d+, )2097151;", r"\g<1>0;", stage="scales"),
+    Fault(
+        "mlp-preactivation-one-ulp-off",
+        "output",
+        FIRST_LAYER,
+        output=_written("preactivation", lambda x: (x.view(torch.int16) ^ 1).view(torch.bfloat16)),
+        stage="product",
+    ),
+    Fault("mlp-gradient-of-another-expert", "input", SECOND_LAYER, inputs=_swap_experts("weights"), stage="product"),
+    Fault("mlp-prob-forgotten", "input", SECOND_LAYER, inputs=_drop("prob", 1.0), stage="activation"),
+    Fault(
+        "mlp-codes-swapped",
+        "output",
+        SECOND_LAYER,
+        output=_written("codes_colwise", lambda codes: codes ^ 1),
+        stage="codes",
+    ),
+    Fault("step-weights-of-another-expert", "input", STEP, inputs=_swap_experts("weights1"), stage="fc1"),
+    Fault("step-second-weights-of-another-expert", "input", STEP, inputs=_swap_experts("weights2"), stage="fc2"),
+    Fault("step-prob-forgotten", "input", STEP, inputs=_drop("prob", 1.0), stage="activation"),
+    Fault("step-operand-of-another-expert", "input", STEP_MXFP8, inputs=_swap_experts("weights2"), stage="operands"),
+    Fault(
+        "step-gradient-one-ulp-off",
+        "output",
+        STEP,
+        output=_written("dpreactivation", lambda x: (x.view(torch.int16) ^ 1).view(torch.bfloat16)),
+        stage="activation backward",
+    ),
+    Fault(
+        "step-weight-gradient-in-bfloat16",
+        "output",
+        STEP_MXFP8,
+        output=_written("dweights1", _in_bfloat16),
+        stage="wgrad",
+    ),
+]
+"""Matrix products with an activation around them, and the training step that is made of them."""
+
+CATALOGUE: tuple[Fault, ...] = (*_PLANTED, *_MX, *_ACTIVATION, *_NV, *_COMPOSED, *_LAYERS)
 """Every fault, each with an id of its own."""
