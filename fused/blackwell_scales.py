@@ -106,13 +106,22 @@ def fill_tiles(
         source = first_line + source
         packed = Uint32(0)
         if source < end_line:
-            for j in cutlass.range_constexpr(TILE_BLOCKS):
-                block = begin + tile * TILE_BLOCKS + j
-                known = cutlass.min(block, end - 1)
-                code = scales[source, start_block + known].to(Uint32)
-                packed |= select(block < end, code, Uint32(0)) << (8 * j)
+            if cutlass.const_expr(cute.depth(scales.layout) > 1):
+                # Swizzled. Unrolled this takes more registers than the warps that do it have.
+                for j in cutlass.range(TILE_BLOCKS, unroll=1):
+                    packed |= _code(scales, source, start_block, begin + tile * TILE_BLOCKS + j, end) << (8 * j)
+            else:
+                for j in cutlass.range_constexpr(TILE_BLOCKS):
+                    packed |= _code(scales, source, start_block, begin + tile * TILE_BLOCKS + j, end) << (8 * j)
         offset = (line // TILE_LINES * tiles + tile) * TILE_BYTES + line % 32 * 16 + line % TILE_LINES // 32 * 4
         store_words(cute.recast_ptr(target + cute.assume(offset, divby=4), dtype=Uint32), [packed])
+
+
+def _code(scales: cute.Tensor, line: Int32, start_block: Int32, block: Int32, end: Int32) -> Uint32:
+    """The scale of a line's block, 0 from block `end` on."""
+    known = cutlass.min(block, end - 1)
+    code = scales[line, start_block + known].to(Uint32)
+    return select(block < end, code, Uint32(0))
 
 
 def to_tensor_memory(source: cute.Pointer, address: Int32, lines: int, tiles: int) -> None:
