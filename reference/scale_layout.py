@@ -89,7 +89,7 @@ def with_swizzled_scales(quantized: Quantized, padding: int = 0) -> Quantized:
 
 
 def swizzle_experts(quantized: Quantized, padding: int = 0) -> list[torch.Tensor]:
-    """Gives the scales of each expert in a swizzled layout of its own, as grouped GEMMs take them.
+    """Gives the scales of each expert in a swizzled layout of its own.
 
     Rowwise an expert has its counts[e] lines, colwise its ceil(counts[e] / block) blocks; an expert without
     rows has an empty layout.
