@@ -16,9 +16,8 @@ from moe_numerics.running import run_case
 
 
 def _devices(place: int, path: Path) -> tuple[str, ...]:
-    """Both virtual GPUs; one of them in turn for an extended path of products, which take long to compile."""
-    both = thorough() or path.operands is None or not path.extended
-    return VIRTUAL if both else (VIRTUAL[place % 2],)
+    """Both virtual GPUs; for an extended path one of them, in turn."""
+    return VIRTUAL if thorough() or not path.extended else (VIRTUAL[place % 2],)
 
 
 RUNS = [(path, device) for place, path in enumerate(all_paths()) for device in _devices(place, path)]
