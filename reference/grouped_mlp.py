@@ -92,10 +92,7 @@ def fc1(
     experts = Experts.from_offsets(offsets, counts, _capacity(x), alignment)
     launch = _Launch(experts, prob, alpha, activation, layout, epilogue_input, contract)
     stored, activated = _forward(launch, x, weights, bias)
-    results = {"preactivation": stored, **write_values(activated, experts, element, contract)}
-    if rotated_amax:
-        results["amax_rotated"] = _rotated_amax(activated, experts, contract)
-    return results
+    return {"preactivation": stored, **_written(activated, experts, element, rotated_amax, contract)}
 
 
 def matmul_quantize(
@@ -121,10 +118,7 @@ def matmul_quantize(
     values = grouped_matmul(
         x, weights, accumulator=contract.accumulator, alpha=alpha, bias=bias, prob=prob, **_rows_of(experts)
     )
-    results = write_values(values, experts, element, contract)
-    if rotated_amax:
-        results["amax_rotated"] = _rotated_amax(values, experts, contract)
-    return results
+    return _written(values, experts, element, rotated_amax, contract)
 
 
 def fc2_backward(
@@ -156,10 +150,7 @@ def fc2_backward(
     experts = Experts.from_offsets(offsets, counts, _capacity(grad), alignment)
     launch = _Launch(experts, prob, alpha, activation, layout, epilogue_input, contract)
     results, gradient = _backward(launch, grad, weights, preactivation)
-    results |= write_values(gradient, experts, element, contract)
-    if rotated_amax:
-        results["amax_rotated"] = _rotated_amax(gradient, experts, contract)
-    return results
+    return results | _written(gradient, experts, element, rotated_amax, contract)
 
 
 @dataclass(frozen=True)
@@ -239,9 +230,15 @@ def _backward(
     return results, gradient
 
 
-def _rotated_amax(values: Tensor, experts: Experts, contract: Contract) -> Tensor:
-    rotated = hadamard.rotate(values.to(torch.bfloat16), -2, contract=contract, experts=experts)
-    return amaxes.per_expert(rotated, experts.blocks(hadamard.BLOCK), contract)
+def _written(
+    values: Tensor, experts: Experts, element: FloatFormat | None, rotated_amax: bool, contract: Contract
+) -> dict[str, Tensor]:
+    """What an epilogue writes of float32 values; with rotated_amax also that of the rotated bfloat16 ones."""
+    results = write_values(values, experts, element, contract)
+    if rotated_amax:
+        rotated = hadamard.rotate(values.to(torch.bfloat16), -2, contract=contract, experts=experts)
+        results["amax_rotated"] = amaxes.per_expert(rotated, experts.blocks(hadamard.BLOCK), contract)
+    return results
 
 
 def _capacity(x: Tensor | Quantized) -> int:
