@@ -74,6 +74,17 @@ def snapshot(w: Any, pieces: Array) -> Callable[[], Array]:
     return lambda: _pieces(w)[pieces >> 4].copy()
 
 
+def issue_store(
+    w: Any, thread: int, members: Array, pieces: Array, write: Callable[[Array], None], ins: ptx.Instruction
+) -> None:
+    """Issues what takes `pieces` of shared memory to global memory, for the bulk groups of the threads `members`."""
+    operation = Operation(snapshot(w, pieces), write, ins)
+    if w.tracker is not None:
+        operation.done.append(w.tracker.async_read(w, thread, pieces))
+    w.bulk_groups.add(members, operation)
+    w.pending.issue(operation)
+
+
 def _write_pieces(w: Any, pieces: Array, data: Array) -> None:
     _pieces(w)[pieces >> 4] = data.reshape(-1, 16)
     if w.shared_region.shadow is not None:
@@ -189,12 +200,8 @@ def tensor_writer(b: Lowering, m: Modifiers, put: Callable[..., None]) -> Step:
             pieces = spread(start, int(sources[k]), described.box_bytes, described.swizzle)
             check_source(w, t, pieces)
             w.launch.traffic("global", "written", described.box_bytes)
-            operation = Operation(snapshot(w, pieces), functools.partial(put, w, described, at), b.ins)
-            if w.tracker is not None:
-                operation.done.append(w.tracker.async_read(w, t, pieces))
             same = threads[(warps == warps[k]) & (sources == sources[k])]
-            w.bulk_groups.add(same, operation)
-            w.pending.issue(operation)
+            issue_store(w, t, same, pieces, functools.partial(put, w, described, at), b.ins)
 
     return step
 
@@ -330,12 +337,8 @@ def bulk_store(b: Lowering, m: Modifiers) -> Step:
                 for region, offsets, where in memory.locate(w, np.repeat(one, words.size), "global", addresses, 8):
                     region.store(offsets >> 3, 8, words if where is None else words[where])
 
-            operation = Operation(snapshot(w, pieces), write, b.ins)
-            if w.tracker is not None:
-                operation.done.append(w.tracker.async_read(w, t, pieces))
             w.launch.traffic("global", "written", n)
-            w.bulk_groups.add(one, operation)
-            w.pending.issue(operation)
+            issue_store(w, t, one, pieces, write, b.ins)
 
     return step
 

@@ -10,7 +10,17 @@ import numpy as np
 from . import memory, tensor_map
 from .asynchronous import Operation
 from .isa_atomic import operation, reduction
-from .isa_bulk import DIMENSIONS, HINT, check_bulk, check_source, shared_span, snapshot, spread, tensor_writer
+from .isa_bulk import (
+    DIMENSIONS,
+    HINT,
+    check_bulk,
+    check_source,
+    issue_store,
+    shared_span,
+    snapshot,
+    spread,
+    tensor_writer,
+)
 from .isa_mbarrier import barrier_offsets
 from .lowering import VIEW, Lowering
 from .memory import Array
@@ -69,13 +79,9 @@ def bulk_reduce(b: Lowering, m: Modifiers) -> Step:
                 low = target - region.start
                 _combine(region.buffer[low : low + n], data, kind, apply)
 
-            operation = Operation(snapshot(w, pieces), write, b.ins)
-            if w.tracker is not None:
-                operation.done.append(w.tracker.async_read(w, t, pieces))
             w.launch.traffic("global", "read", n)
             w.launch.traffic("global", "written", n)
-            w.bulk_groups.add(threads[k : k + 1], operation)
-            w.pending.issue(operation)
+            issue_store(w, t, threads[k : k + 1], pieces, write, b.ins)
 
     return step
 
