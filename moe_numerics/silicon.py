@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 
 from moe_numerics.silicon_data import BYTES, operands
 from moe_numerics.silicon_probes import Probe, probes
-from moe_numerics.silicon_runners import CudaRunner, Job, SiliconError, VirtualRunner
+from moe_numerics.silicon_runners import CudaRunner, IsolatedRunner, Job, SiliconError, VirtualRunner
 from moe_numerics.silicon_scenes import Scene, scenes
 
 __all__ = [
@@ -181,12 +181,15 @@ def capture(
 ) -> tuple[list[Outcome], dict[str, npt.NDArray[Any]]]:
     """Runs everything on a CUDA device and on the virtual GPU; gives the outcomes and the vectors to keep.
 
-    done: called with each outcome. SiliconError: the device cannot be used.
+    done: called with each outcome; that of a kernel which failed on the device says why, and the others run on.
+    DeviceError: the device cannot be opened.
     """
-    runner = CudaRunner(device)
     outcomes: list[Outcome] = []
     vectors: dict[str, npt.NDArray[Any]] = {}
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with (
+        IsolatedRunner(partial(CudaRunner, device)) as runner,
+        ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool,
+    ):
         for work, virtual in _in_order(pool, jobs(count)):
             try:
                 silicon = runner.run(work.job)

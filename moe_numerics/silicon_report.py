@@ -17,7 +17,7 @@ import torch
 
 from moe_numerics.devices import DeviceError, open_device
 from moe_numerics.silicon import ARCH, VECTORS, Outcome, capture, load_evidence, replay, save, save_replay
-from moe_numerics.silicon_runners import CudaRunner, SiliconError
+from moe_numerics.silicon_runners import CudaRunner
 from moe_numerics.silicon_sweeps import Sweep, sweep_all
 
 __all__ = ["Found", "capture_all", "replay_all", "summary"]
@@ -73,10 +73,7 @@ def capture_all(device: str, elements: int, sweeps: bool, out: Path | None, say:
         for sweep in sweep_all(CudaRunner(device), ARCH):
             swept.append(sweep)
             say(f"{sweep.instruction}: {sweep.differences:,} of {sweep.inputs:,} inputs differ {sweep.first}".rstrip())
-    try:
-        outcomes, vectors = capture(device, elements, os.cpu_count() or 1)
-    except SiliconError as error:
-        raise DeviceError(str(error)) from error
+    outcomes, vectors = capture(device, elements, os.cpu_count() or 1)
     if out is not None:
         save(out, outcomes, vectors, {**_environment(device), "elements": elements}, [asdict(s) for s in swept])
     return Found(tuple(outcomes), tuple(swept))

@@ -1,20 +1,32 @@
-"""Where the kernels of the silicon comparison run: a virtual GPU, or a CUDA device through the driver's API."""
+"""Where the kernels of the silicon comparison run: a virtual GPU, or a CUDA device through the driver's API.
+
+A fault of a kernel ends a CUDA context for good, so that jobs run on the device in a process that can be replaced.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_numerics.devices import DeviceError
 from moe_numerics.virtual_gpu.errors import Fault
 from moe_numerics.virtual_gpu.tensor_map import DRIVER_TYPE, TensorMap, decode, encode
 
-__all__ = ["CudaRunner", "Job", "Runner", "SiliconError", "VirtualRunner", "driver_map"]
+__all__ = ["CudaRunner", "IsolatedRunner", "Job", "Runner", "SiliconError", "VirtualRunner", "driver_map"]
+
+START_LIMIT = 120.0
+"""Seconds that a process may take to open its device."""
+JOB_LIMIT = 60.0
+"""Seconds that a job may take on the device: its kernel may wait for what never comes."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -120,7 +132,6 @@ class CudaRunner:
         try:
             return self._run(job)
         except (SiliconError, RuntimeError) as error:
-            # After a fault of the device every later job fails like this too.
             raise SiliconError(f"{job.name} on {self.device}: {error}") from error
 
     def _run(self, job: Job) -> list[Bytes]:
@@ -136,6 +147,98 @@ class CudaRunner:
         self.launch(job.ptx, job.kernel, job.blocks, job.threads, args)
         torch.cuda.synchronize(self.device)
         return [output.cpu().numpy()[:size] for output, size in zip(outputs, job.outputs, strict=True)]
+
+
+def _serve(make: Callable[[], Runner], pipe: Connection) -> None:
+    """A process of its own: opens a runner, then answers every job with its outputs, or with why there are none."""
+    try:
+        runner = make()
+    except (SiliconError, RuntimeError) as error:
+        pipe.send(f"opening the device failed: {error}")
+        return
+    pipe.send("")
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(runner.run(job))
+        except SiliconError as error:
+            pipe.send(str(error))
+
+
+class IsolatedRunner:
+    """A runner in a process of its own, and in a fresh one after a job that failed, ended it or took too long.
+
+    make: builds the runner there; it travels to the process, so it must be importable. limit: seconds for a job.
+    method: how the process starts; one that uses CUDA cannot be forked from one that does.
+    """
+
+    def __init__(
+        self, make: Callable[[], Runner], limit: float = JOB_LIMIT, method: Literal["spawn", "fork"] = "spawn"
+    ) -> None:
+        self._make, self._limit = make, limit
+        self._context: Any = get_context(method)
+        self._process: Any = None
+        self._pipe: Any = None
+
+    def __enter__(self) -> Self:
+        """DeviceError: it cannot be opened."""
+        self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        if self._process is not None:
+            self._pipe.close()
+            self._process.kill()
+            self._process.join()
+            self._process = None
+
+    def _start(self) -> None:
+        self._pipe, theirs = self._context.Pipe()
+        self._process = self._context.Process(target=_serve, args=(self._make, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        try:
+            refused = self._answer("opening the device", START_LIMIT)
+        except SiliconError as error:
+            raise DeviceError(str(error)) from error
+        if refused:
+            self.close()
+            raise DeviceError(refused)
+
+    def _answer(self, what: str, limit: float) -> Any:
+        """What the process sends next. SiliconError: it ends, or sends nothing for `limit` seconds."""
+        if not self._pipe.poll(limit):
+            self.close()
+            raise SiliconError(f"{what}: no result after {limit:g} s")
+        try:
+            return self._pipe.recv()
+        except EOFError as end:
+            self._process.join()
+            code = self._process.exitcode
+            self.close()
+            raise SiliconError(f"{what}: its process ended with status {code}") from end
+
+    def run(self, job: Job) -> list[Bytes]:
+        """DeviceError: the device cannot be opened again."""
+        if self._process is None:
+            self._start()
+        self._pipe.send(job)
+        answer = self._answer(job.name, self._limit)
+        if isinstance(answer, str):
+            # Its context may be lost.
+            self.close()
+            raise SiliconError(answer)
+        outputs: list[Bytes] = answer
+        return outputs
 
 
 def driver_map(described: TensorMap) -> Any:
