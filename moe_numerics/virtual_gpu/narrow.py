@@ -6,11 +6,14 @@ Formats: PTX ISA 5.2.3 (alternate floating-point formats), 9.7.9.22 (cvt); OCP O
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 import numpy as np
 import numpy.typing as npt
 
+F32 = npt.NDArray[np.float32]
 U32 = npt.NDArray[np.uint32]
 
 
@@ -111,6 +114,27 @@ def encode(
     if nan.any():
         code = np.where(nan, np.uint32(fmt.maximum if fmt.nan is None else fmt.nan), code)
     return np.asarray(code, np.uint32)
+
+
+@lru_cache(maxsize=64)
+def encoder(fmt: Format, mode: str, satfinite: bool) -> Callable[[F32], U32]:
+    """`encode` of a format, a mode other than rs, and `satfinite`: looked up where the table is small.
+
+    Rounding depends on the bits that the format can keep, the one below them, and whether any lower one is set.
+    """
+    if fmt.mantissa > 3:
+        return partial(encode, fmt=fmt, mode=mode, satfinite=satfinite)
+    lower = np.uint32(22 - fmt.mantissa)
+    below = np.uint32((1 << int(lower)) - 1)
+    one = np.uint32(1)
+    keys = np.arange(1 << (33 - int(lower)), dtype=np.uint32)
+    table = encode(((keys >> one) << lower | keys & one).view(np.float32), fmt, mode, satfinite)
+
+    def look_up(x: F32) -> U32:
+        u = x.view(np.uint32)
+        return np.asarray(table.take((u >> lower) << one | ((u & below) != 0)))
+
+    return look_up
 
 
 def decode(codes: U32, fmt: Format) -> npt.NDArray[np.float32]:
