@@ -26,8 +26,9 @@ class Rotation:
 
     @classmethod
     def of(cls, contract: Contract) -> Rotation:
-        """The rotation of a contract."""
-        return cls(contract.rht_signs, contract.rht_normalise == "orthonormal", contract.rht_rounding == "bfloat16")
+        """The rotation of a contract, rounded where the contract rounds rotated values or what is quantised."""
+        rounded = "bfloat16" in (contract.rht_rounding, contract.staging)
+        return cls(contract.rht_signs, contract.rht_normalise == "orthonormal", rounded)
 
     @property
     def factor(self) -> float:

@@ -44,9 +44,11 @@ class Mxfp8:
 
     @classmethod
     def of(cls, element: FloatFormat, contract: Contract) -> Mxfp8:
-        """The quantiser of a contract. ValueError: not an MXFP8 element."""
+        """The quantiser of a contract. ValueError: not an MXFP8 element, or a choice that the kernels do not have."""
         if element not in (E4M3, E5M2):
             raise ValueError(f"element is {element.name}: MXFP8 takes E4M3 or E5M2")
+        if contract.signed_zero != "keep":
+            raise ValueError(f"signed_zero is {contract.signed_zero!r}: the MXFP8 kernels keep the sign of zeros")
         round_up, exponent = scale_constants(element, contract)
         product = contract.scale_rule == "rceil" and contract.mx_scale == "float32_product"
         return cls(

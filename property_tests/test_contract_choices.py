@@ -22,7 +22,7 @@ NVFP4, ROTATED, STOCHASTIC = "quantize.nvfp4.rowwise", "quantize.nvfp4.rht_colwi
 MXFP8, E5M2, ACTIVATED = "quantize.mxfp8_e4m3.rowwise", "quantize.mxfp8_e5m2.rowwise", "swiglu.fwd.mxfp8_e4m3"
 
 PATHS = {
-    "staging": (ACTIVATED,),
+    "staging": (ACTIVATED, ROTATED),
     "scale_rule": (MXFP8, E5M2),
     "mx_scale": (MXFP8,),
     "mx_inf": (MXFP8,),

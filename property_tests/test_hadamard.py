@@ -170,6 +170,8 @@ def test_bad_arguments_name_the_value_and_the_rule() -> None:
     x = torch.zeros(4, 16)
     for call, message in (
         (lambda: hadamard.rotate(x, -1, (1,) * 15), "the sign vector has 15 entries"),
+        (lambda: hadamard.rotate(x, -1, ()), "the sign vector has 0 entries"),
+        (lambda: hadamard.rotate_back(x, -1, [1] * 17), "the sign vector has 17 entries"),
         (lambda: hadamard.rotate(x, -1, (1,) * 15 + (0,)), r"signs\[15\] = 0: expected 1 or -1"),
         (lambda: hadamard.rotate(x[:, :12], -1), "hidden is 12"),
         (lambda: hadamard.rotate(x, 1), "axis is 1"),

@@ -25,6 +25,7 @@ from . import amax as amaxes
 from . import mxfp8
 from .activations import ACTIVATIONS, Activation, UnaryActivation
 from .contract import SUITE, Contract
+from .exact_math import as_float32
 from .formats import FloatFormat
 from .ragged import Experts
 from .scale_layout import swizzle_quantized, swizzled_size
@@ -207,10 +208,20 @@ def write_values(
     return results | {"amax": amaxes.per_expert(staged, experts, contract)}
 
 
-def _owned(x: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """x in float32 with zeros in the rows that no expert owns."""
+def _owned(name: str, x: torch.Tensor, experts: Experts, *columns: int) -> torch.Tensor:
+    """x [capacity, *columns] in float32 with zeros in the rows that no expert owns; another shape is a ValueError."""
+    shape = (experts.capacity, *columns)
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {list(x.shape)}: expected {list(shape)}")
     valid = experts.valid_rows(x.device)
-    return torch.where(valid.view(-1, *[1] * (x.dim() - 1)), x.to(torch.float32), 0.0)
+    return torch.where(valid.view(-1, *[1] * len(columns)), as_float32(name, x), 0.0)
+
+
+def _matrix(name: str, x: torch.Tensor, experts: Experts) -> torch.Tensor:
+    """`_owned` of a matrix with any number of columns."""
+    if x.dim() != 2:
+        raise ValueError(f"{name} has shape {list(x.shape)}: expected two dimensions, [capacity, columns]")
+    return _owned(name, x, experts, x.shape[1])
 
 
 def _add_bias(inputs: torch.Tensor, bias: torch.Tensor | None, experts: Experts) -> torch.Tensor:
@@ -246,17 +257,18 @@ def activation_forward(
     gate_up: bfloat16 [capacity, inputs * hidden]; offsets: int32 or int64 [experts + 1]; counts: [experts] or None;
     prob: float32 [capacity] or None; bias: bfloat16 [experts, inputs * hidden] in gate_up's layout, or None. Results:
     see `write_values`, with hidden columns. ValueError: offsets or counts that do not describe the buffer, columns that
-    do not fit the layout or the block, a bias of another dtype or shape.
+    do not fit the layout or the block, an operand of another shape, a bias of another dtype. TypeError: values that
+    float32 does not hold, or codes.
     """
     experts = Experts.from_offsets(offsets, counts, gate_up.shape[0], alignment)
     function = find_activation(activation)
-    inputs = _add_bias(_owned(gate_up, experts), bias, experts)
+    inputs = _add_bias(_matrix("gate_up", gate_up, experts), bias, experts)
     if isinstance(function, UnaryActivation):
         values = function.forward(inputs)
     else:
         values = function.forward(*split_gate_up(inputs, layout))
     if prob is not None:
-        values = values * _owned(prob, experts).unsqueeze(1)
+        values = values * _owned("prob", prob, experts).unsqueeze(1)
     return write_values(values, experts, element, contract, blocks)
 
 
@@ -279,12 +291,13 @@ def activation_backward(
 
     grad: bfloat16 [capacity, hidden]. The gradient that enters the activation is grad * prob, rounded to float32.
     Results: see `write_values`, in gate_up's layout; `dprob` float32 [capacity], where prob is given; `dbias` float32
-    [experts, inputs * hidden], where bias is. ValueError: as for `activation_forward`.
+    [experts, inputs * hidden], where bias is. Errors: as for `activation_forward`.
     """
     experts = Experts.from_offsets(offsets, counts, gate_up.shape[0], alignment)
     function = find_activation(activation)
-    inputs, incoming = _add_bias(_owned(gate_up, experts), bias, experts), _owned(grad, experts)
-    weighted = incoming if prob is None else incoming * _owned(prob, experts).unsqueeze(1)
+    inputs = _add_bias(_matrix("gate_up", gate_up, experts), bias, experts)
+    incoming = _owned("grad", grad, experts, inputs.shape[1] // function.inputs)
+    weighted = incoming if prob is None else incoming * _owned("prob", prob, experts).unsqueeze(1)
     if isinstance(function, UnaryActivation):
         value, gradient = function.differentiate(weighted, inputs)
     else:
@@ -313,4 +326,4 @@ def quantize(
     x: bfloat16 [capacity, hidden]. Results: see `write_values`.
     """
     experts = Experts.from_offsets(offsets, counts, x.shape[0], alignment)
-    return write_values(_owned(x, experts), experts, element, contract, blocks)
+    return write_values(_matrix("x", x, experts), experts, element, contract, blocks)

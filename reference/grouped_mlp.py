@@ -237,6 +237,8 @@ def _written(
     results = write_values(values, experts, element, contract)
     if rotated_amax:
         rotated = hadamard.rotate(values.to(torch.bfloat16), -2, contract=contract, experts=experts)
+        if contract.staging == "bfloat16":
+            rotated = rotated.to(torch.bfloat16).to(torch.float32)
         results["amax_rotated"] = amaxes.per_expert(rotated, experts.blocks(hadamard.BLOCK), contract)
     return results
 

@@ -107,6 +107,8 @@ def quantize(
     `nvfp4.quantize`.
     """
     experts = Experts.from_offsets(offsets, counts, x.shape[0], alignment)
+    if x.dim() != 2 or x.shape[1] % BLOCK:
+        raise ValueError(f"x has shape {list(x.shape)}: expected [capacity, hidden], hidden a multiple of {BLOCK}")
     choices: dict[str, Any] = {
         "contract": contract,
         "block2d": recipe.block2d,

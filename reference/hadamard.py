@@ -12,6 +12,8 @@ of the result to bfloat16); cudnn-frontend v1.28, rmsnorm_rht_amax (order of the
 
 from __future__ import annotations
 
+from enum import Enum
+
 import torch
 
 from .contract import SUITE, Contract, check_signs
@@ -20,8 +22,13 @@ from .ragged import Experts
 BLOCK = 16
 _STRIDES = (1, 2, 4, 8)
 
-Signs = tuple[int, ...] | list[int] | None
-FROM_CONTRACT: tuple[int, ...] = ()
+
+class _Source(Enum):
+    CONTRACT = "rht_signs of the contract"
+
+
+FROM_CONTRACT = _Source.CONTRACT
+Signs = tuple[int, ...] | list[int] | _Source | None
 
 
 def rotate(
@@ -85,8 +92,7 @@ def rotate_back(
 
 
 def _sign_vector(signs: Signs, contract: Contract, device: torch.device) -> torch.Tensor | None:
-    # An empty sequence stands for "as the contract says", so that None can mean "no signs".
-    chosen = contract.rht_signs if signs is not None and len(signs) == 0 else signs
+    chosen = contract.rht_signs if isinstance(signs, _Source) else signs
     return None if chosen is None else torch.tensor(check_signs(tuple(chosen)), dtype=torch.float32, device=device)
 
 

@@ -73,7 +73,9 @@ def _decode(row: Model, which: str, x: Tensor, name: str | None, check: bool) ->
     """The values of an operand as float64, and its format."""
     implied = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}.get(x.dtype)
     name = name or implied or row.operands[0]
-    if name not in row.operands or (implied and name != implied):
+    if implied and name != implied:
+        raise ValueError(f"{which}_format is {name!r} but {which} is {x.dtype}: codes have the format of their dtype")
+    if name not in row.operands:
         raise ValueError(f"{which} is {name} ({x.dtype}): {row.name} takes {' or '.join(row.operands)}")
     fmt, x = OPERANDS[name], x.detach()
     if implied:
