@@ -11,7 +11,6 @@ ends one of them and not the run.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import time
@@ -27,6 +26,7 @@ from moe_numerics.cases import Case, Values, gauntlet_case
 from moe_numerics.devices import Device, DeviceError, DeviceLost, open_device
 from moe_numerics.drawing import Space, draw_cases
 from moe_numerics.findings import Finding, merge
+from moe_numerics.garbage import collect_rarely
 from moe_numerics.nvfp4_cases import finite_gauntlet, near_tie_case, whole_tensor_cases
 from moe_numerics.operations import ActivationThenNvfp4, Nvfp4Copies
 from moe_numerics.paths import Path, find_path
@@ -383,14 +383,14 @@ def _multiplies(task: Task) -> bool:
 
 
 def _prepare() -> None:
-    """Worker processes share the cores: each computes with one thread. What is imported is no garbage to look for."""
+    """Worker processes share the cores: each computes with one thread."""
     import torch
 
     import moe_numerics.fused.elementwise
     import moe_numerics.virtual_gpu  # noqa: F401
 
     torch.set_num_threads(1)
-    gc.freeze()
+    collect_rarely()
 
 
 def _results_of(future: Future[list[TaskResult]], tasks: Sequence[Task]) -> list[TaskResult]:

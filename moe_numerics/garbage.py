@@ -6,7 +6,7 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
-__all__ = ["uncollected"]
+__all__ = ["collect_rarely", "uncollected"]
 
 
 @contextlib.contextmanager
@@ -23,3 +23,14 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def collect_rarely() -> None:
+    """What this process holds by now is never looked through again, and what comes later seldom.
+
+    For processes that compile and run kernel after kernel: with Python's own thresholds a sixth of their time goes into
+    collections that find next to nothing, for a tenth more memory.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 1000)

@@ -18,12 +18,19 @@ sys.path.append(str(Path(__file__).parent))
 
 from kernel_runs import ActiveDevice, active_device
 
+from moe_numerics.garbage import collect_rarely
+
 # A device fixture stays open over all examples of a test, as the virtual GPU forgets a case when it is done.
 _ALLOWED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 
 settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True, suppress_health_check=_ALLOWED)
 settings.register_profile("thorough", max_examples=400, deadline=None, print_blob=True, suppress_health_check=_ALLOWED)
 settings.load_profile("quick")
+
+
+def pytest_collection_finish() -> None:
+    """The modules are imported, and the tests compile kernel after kernel."""
+    collect_rarely()
 
 
 @pytest.fixture
