@@ -87,6 +87,55 @@ def funnel(side: str, mode: str) -> Callable[[int, int, int], int]:
     return shift
 
 
+def low24(x: int) -> int:
+    return wrap(x << 8, "s32") // 256
+
+
+def by_halves(op: Callable[[int, int], int], x: int, y: int) -> int:
+    return sum((op(wrap(x >> n, "s16"), wrap(y >> n, "s16")) & 0xFFFF) << n for n in (0, 16))
+
+
+def nth_bit(mask: int, base: int, offset: int) -> int:
+    """The |offset|-th set bit from `base`, upwards or downwards; with offset 0 the base itself, if it is set."""
+    if base > 31:
+        return 0xFFFFFFFF
+    positions = range(base, 32) if offset > 0 else range(base, -1 if offset else base - 1, -1)
+    found = [p for p in positions if mask >> p & 1]
+    wanted = max(abs(offset), 1) - 1
+    return found[wanted] if wanted < len(found) else 0xFFFFFFFF
+
+
+def chains(kind: str) -> Iterator[tuple[str, str, Callable[..., int]]]:
+    """Sums of two words [low, high] with a carry between them; the result is the upper word.
+
+    The operands are the low words, two high words, and a low word that products are added to.
+    """
+    bits = 8 * VIEW[kind].itemsize
+
+    def unsigned(x: int) -> int:
+        return x & ((1 << bits) - 1)
+
+    def total(sign: int) -> Callable[..., int]:
+        return lambda a, b, c, d, _: c + sign * d + sign * int(not 0 <= unsigned(a) + sign * unsigned(b) < 1 << bits)
+
+    yield "add.cc", f"{{d0}}, {{a0}}, {{a1}}; addc.{kind} {{d0}}, {{a2}}, {{a3}};", total(1)
+    yield "sub.cc", f"{{d0}}, {{a0}}, {{a1}}; subc.{kind} {{d0}}, {{a2}}, {{a3}};", total(-1)
+
+    def product(half: str, a: int, b: int) -> int:
+        return a * b if half == "lo" else a * b >> bits
+
+    def chained(half: str) -> Callable[..., int]:
+        def expect(a: int, b: int, c: int, d: int, e: int) -> int:
+            carry = unsigned(product(half, a, b)) + unsigned(e) >> bits
+            return product(half, c, d) + e + carry
+
+        return expect
+
+    for half in ("lo", "hi"):
+        second = f"madc.{half}.{kind} {{d0}}, {{a2}}, {{a3}}, {{a4}};"
+        yield f"mad.{half}.cc", f"{{d0}}, {{a0}}, {{a1}}, {{a4}}; {second}", chained(half)
+
+
 def leading(x: int, bits: int) -> int:
     return bits - (x & ((1 << bits) - 1)).bit_length()
 
@@ -121,6 +170,38 @@ def cases() -> Iterator[Case]:
             yield f"bfind.{t}", "s32", (t,), lambda x: (~x if x < 0 else x).bit_length() - 1
     yield "add.sat.s32", "s32", ("s32", "s32"), lambda x, y: max(min(x + y, 2**31 - 1), -(2**31))
     yield "sub.sat.s32", "s32", ("s32", "s32"), lambda x, y: max(min(x - y, 2**31 - 1), -(2**31))
+    yield "mad.hi.sat.s32", "s32", ("s32",) * 3, lambda x, y, z: max(min((x * y >> 32) + z, 2**31 - 1), -(2**31))
+    yield (
+        "mad24.hi.sat.s32",
+        "s32",
+        ("s32",) * 3,
+        lambda x, y, z: max(min((low24(x) * low24(y) >> 16) + z, 2**31 - 1), -(2**31)),
+    )
+    yield "min.relu.s32", "s32", ("s32", "s32"), lambda x, y: max(min(x, y), 0)
+    yield "max.relu.s32", "s32", ("s32", "s32"), lambda x, y: max(x, y, 0)
+    for op, pick in (("min", min), ("max", max)):
+        yield (
+            f"{op}.relu.s16x2",
+            "b32",
+            ("b32", "b32"),
+            lambda x, y, p=pick: by_halves(lambda a, b: max(p(a, b), 0), x, y),
+        )
+    for t in ("u32", "s32", "u64", "s64"):
+        for name, text, expect in chains(t):
+            yield f"{name}.{t} {text}", t, (t,) * 5, expect
+    yield "fns.b32", "b32", ("b32", "u32", "s32"), nth_bit
+    for logic in ("or", "and"):
+        text = f"lop3.{logic}.b32 {{a0}}|{{d0}}, {{a0}}, {{a1}}, {{a2}}, 0xe8, {{a3}};"
+        yield (
+            text,
+            "pred",
+            ("b32", "b32", "b32", "pred"),
+            lambda x, y, z, p, o=logic == "or": (
+                (lop3(0xE8)(x, y, z) != 0 or p) if o else (lop3(0xE8)(x, y, z) != 0 and p)
+            ),
+        )
+    for t in ("b16", "u16", "s32", "b64"):
+        yield f"slct.{t}.s32", t, (t, t, "s32"), lambda x, y, c: x if c >= 0 else y
     yield "mul24.lo.s32", "s32", ("s32", "s32"), lambda x, y: wrap(x << 8, "s32") // 256 * (wrap(y << 8, "s32") // 256)
     for t in ("b16", "b32", "b64"):
         bits = 8 * VIEW[t].itemsize
@@ -152,10 +233,12 @@ def cases() -> Iterator[Case]:
         for target in ("u16", "s16", "u32", "s32", "u64", "s64"):
             if source not in ("u8", "s8"):
                 yield f"cvt.{target}.{source}", target, (source,), lambda x: x
-                low, high = wrap(0, target), 0
                 low = -(1 << (8 * VIEW[target].itemsize - 1)) if target[0] == "s" else 0
                 high = (1 << (8 * VIEW[target].itemsize - (target[0] == "s"))) - 1
-                yield f"cvt.sat.{target}.{source}", target, (source,), lambda x, a=low, b=high: max(a, min(b, x))
+                signed = source[0] == "s"
+                held = high.bit_length() >= 8 * VIEW[source].itemsize - signed and (not signed or target[0] == "s")
+                if not held:
+                    yield f"cvt.sat.{target}.{source}", target, (source,), lambda x, a=low, b=high: max(a, min(b, x))
 
 
 ALL = list(cases())
@@ -189,7 +272,7 @@ def operands(kinds: tuple[str, ...], seed: int, chosen: list[tuple[int, ...]]) -
 
 
 @pytest.mark.parametrize("case", ALL, ids=[c[0] for c in ALL])
-@given(seed=st.integers(0, 2**16), chosen=st.lists(st.tuples(*[st.integers(0, 2**64 - 1)] * 4), max_size=3))
+@given(seed=st.integers(0, 2**16), chosen=st.lists(st.tuples(*[st.integers(0, 2**64 - 1)] * 5), max_size=3))
 def test_integer_instruction_equals_exact_arithmetic(
     gpu: VirtualGPU, case: Case, seed: int, chosen: list[tuple[int, ...]]
 ) -> None:

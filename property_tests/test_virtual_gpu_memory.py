@@ -364,3 +364,45 @@ def test_global_float_atomics_flush_and_shared_ones_do_not() -> None:
         g.launch(text, "k", 1, 1, [cells, zero, tiny, old])
     assert cells.item() == 0
     assert old.item() == 8
+
+
+@pytest.mark.parametrize(
+    ("rest", "hint", "kept"),
+    [
+        ("", "", 4),
+        ("", ", %policy", 4),
+        (", 1", "", 1),
+        (", %size", ", %policy", 3),
+        (", %all", "", 0),
+        (", !%all", ", %policy", 4),
+    ],
+)
+def test_a_copy_keeps_what_it_is_told_to(rest: str, hint: str, kept: int) -> None:
+    """Fault: a cache policy is taken for the size of the source, or the predicate that drops the source is not seen."""
+    text = f""".version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 out, .param .u64 in)
+{{
+    .reg .b32 %r1, %r2, %size;
+    .reg .b64 %out, %in, %policy;
+    .reg .pred %all;
+    .shared .align 16 .b8 cell[16];
+    ld.param.u64 %out, [out];
+    ld.param.u64 %in, [in];
+    mov.u32 %r1, cell;
+    mov.u32 %size, 3;
+    setp.eq.u32 %all, %size, 3;
+    createpolicy.fractional.L2::evict_first.b64 %policy, 1.0;
+    cp.async.ca.shared.global{".L2::cache_hint" if hint else ""} [%r1], [%in], 4{rest}{hint};
+    cp.async.wait_all;
+    ld.shared.b32 %r2, [%r1];
+    st.global.b32 [%out], %r2;
+    ret;
+}}
+"""
+    out, given = torch.zeros(4, dtype=torch.uint8), torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+    with virtual_gpu("sm_90a") as gpu:
+        gpu.launch(text, "k", 1, 1, [out, given])
+        assert gpu.findings == []
+    assert out.tolist() == [*range(1, kept + 1), *[0] * (4 - kept)]

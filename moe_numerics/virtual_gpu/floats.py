@@ -8,6 +8,8 @@ sums, 2008).
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -51,9 +53,9 @@ def flush_exact(r: F32, exact: F64, mode: str) -> F32:
     return flush(r)
 
 
-def saturate(x: F32) -> F32:
+def saturate(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """`x` clamped to [0, 1]; NaN becomes +0 (`.sat`)."""
-    return np.where(x > 0, np.minimum(x, np.float32(1)), np.float32(0)).astype(np.float32)
+    return np.where(x > 0, np.minimum(x, x.dtype.type(1)), x.dtype.type(0))
 
 
 def odd(total: F64, residue: F64) -> F64:

@@ -19,6 +19,7 @@ from .memory import Array
 from .registry import Index, Modifiers, Step, instruction
 
 _SEM = "sem?=relaxed|acquire|release|acq_rel"
+_RED_SEM = "sem?=relaxed|release"
 _SCOPE = "scope?=cta|cluster|gpu|sys"
 _SPACE = "space?=global|shared|shared::cta|shared::cluster"
 _HINT = "hint?=L2::cache_hint"
@@ -191,7 +192,8 @@ def _vector(
 
 
 _INTEGER_FORMS = (
-    "op=add|min|max type=u32|s32|u64|s64",
+    "op=add type=u32|s32|u64",
+    "op=min|max type=u32|s32|u64|s64",
     "op=and|or|xor|exch type=b32|b64",
     "op=inc|dec type=u32",
 )
@@ -208,13 +210,13 @@ for _form in (*_INTEGER_FORMS, "op=cas type=b16|b32|b64", *_FLOAT_FORMS):
 
 for _form in (*(f for f in _INTEGER_FORMS if "exch" not in f), "op=and|or|xor type=b32|b64", *_FLOAT_FORMS):
 
-    @instruction(f"red {_SEM} {_SCOPE} {_SPACE} {_form.split()[0]} {_HINT} {' '.join(_form.split()[1:])}")
+    @instruction(f"red {_RED_SEM} {_SCOPE} {_SPACE} {_form.split()[0]} {_HINT} {' '.join(_form.split()[1:])}")
     def red(b: Lowering, m: Modifiers) -> Step:
         return _build(b, m, returns=False)
 
 
-@instruction(f"red {_SEM} {_SCOPE} space?=global op=add {_HINT} vec=v2|v4 .f32")
-@instruction(f"red {_SEM} {_SCOPE} space?=global op=add|min|max .noftz {_HINT} {_VECTOR}")
+@instruction(f"red {_RED_SEM} {_SCOPE} space?=global op=add {_HINT} vec=v2|v4 .f32")
+@instruction(f"red {_RED_SEM} {_SCOPE} space?=global op=add|min|max .noftz {_HINT} {_VECTOR}")
 def red_vector(b: Lowering, m: Modifiers) -> Step:
     return _build(b, m if m.type else _with_type(m, "f32"), returns=False)
 

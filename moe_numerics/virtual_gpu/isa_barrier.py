@@ -63,7 +63,12 @@ for _opcode, _aligned_word in (("bar", ""), ("barrier", " .aligned?")):
 @instruction("fence sem?=sc|acq_rel|acquire|release scope=cta|cluster|gpu|sys")
 @instruction("fence .proxy kind=async|alias")
 @instruction("fence .proxy .async space=global|shared::cta|shared::cluster")
+@instruction("membar .proxy .alias")
 @instruction("fence .mbarrier_init .release .cluster")
+@instruction("fence .acquire .sync_restrict::shared::cluster .cluster")
+@instruction("fence .release .sync_restrict::shared::cta .cluster")
+@instruction("fence .proxy .async::generic .acquire .sync_restrict::shared::cluster .cluster")
+@instruction("fence .proxy .async::generic .release .sync_restrict::shared::cta .cluster")
 def fence(b: Lowering, m: Modifiers) -> Step:
     """Memory is sequentially consistent here; fences matter to the race checker only."""
     name = b.ins.name

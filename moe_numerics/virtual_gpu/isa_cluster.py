@@ -85,6 +85,8 @@ def store_async(b: Lowering, m: Modifiers) -> Step:
     reads = [b.full(b.read(o, f"b{8 * size}")) for o in b.items(b.operands[1])]
     if len(reads) != int((m.vec or "v1")[1:]):
         raise b.fail(f"`{b.ins.name}` stores {(m.vec or 'v1')[1:]} items from {len(reads)} registers")
+    if size * len(reads) > 16:
+        raise b.fail(f"`{b.ins.name}` stores more than 16 bytes")
     barrier = b.address(b.operands[2])
 
     def step(w: Any, i: Index) -> None:

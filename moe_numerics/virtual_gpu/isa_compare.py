@@ -55,6 +55,11 @@ def comparison(cmp: str, kind: str, ftz: bool) -> Callable[[Any, Any], Any]:
     return op
 
 
+def _each(x: Array) -> tuple[Array, Array]:
+    """The lower and the upper 16 bits of words."""
+    return (x & np.uint32(0xFFFF)).astype(np.uint16), (x >> np.uint32(16)).astype(np.uint16)
+
+
 def _checked(b: Lowering, m: Modifiers) -> None:
     """Refuses comparisons that a type does not have, and flushing where there is nothing to flush."""
     ordered = {"b": "eq ne", "s": "eq ne lt le gt ge", "u": "eq ne lt le gt ge lo ls hi hs"}.get(m.type[0], "")
@@ -73,6 +78,8 @@ def setp(b: Lowering, m: Modifiers) -> Step:
     target = b.operands[0]
     second = None
     if isinstance(target, ptx.Pair):
+        if m.type in ("f16", "bf16"):
+            raise b.fail(f"`{b.ins.name}` gives one predicate")
         second = b.write(target.second, "pred")
         target = target.first
     write = b.write(target, "pred")
@@ -101,6 +108,28 @@ def setp(b: Lowering, m: Modifiers) -> Step:
     return combined
 
 
+@instruction(f"setp {_FLOAT_CMP} combine?=and|or|xor .ftz? type=f16x2")
+@instruction(f"setp {_FLOAT_CMP} combine?=and|or|xor type=bf16x2")
+def setp_pair(b: Lowering, m: Modifiers) -> Step:
+    """Compares the lower halves into the first predicate, the upper ones into the second."""
+    target = b.operands[0]
+    if not isinstance(target, ptx.Pair):
+        raise b.fail(f"`{b.ins.name}` needs `p|q`")
+    compare = comparison(m.cmp, m.type.removesuffix("x2"), bool(m.ftz))
+    writes = [b.write(o, "pred") for o in (target.first, target.second)]
+    x, y = (b.full(b.read(o, "b32")) for o in b.operands[1:3])
+    other = b.read(b.operands[3], "pred") if m.combine else None
+
+    def step(w: Any, i: Index) -> None:
+        found = [compare(left, right) for left, right in zip(_each(x(w, i)), _each(y(w, i)), strict=True)]
+        if other is not None:
+            found = [_COMBINE[m.combine](t, other(w, i)) for t in found]
+        for write, t in zip(writes, found, strict=True):
+            write(w, i, t)
+
+    return step
+
+
 _TRUE: dict[str, Any] = {
     "f32": np.float32(1), "u32": np.uint32(0xFFFFFFFF), "s32": np.int32(-1), "u16": np.uint16(0xFFFF),
     "s16": np.int16(-1), "f16": np.uint16(0x3C00), "bf16": np.uint16(0x3F80),
@@ -108,7 +137,7 @@ _TRUE: dict[str, Any] = {
 
 
 @instruction(f"set {_FLOAT_CMP} combine?=and|or|xor .ftz? to=u16|s16|u32|s32|f16|bf16 type=f16|bf16")
-@instruction(f"set {_CMP} combine?=and|or|xor .ftz? to=u32|s32|f32 {_CMP_TYPES.removesuffix('|f16|bf16')}")
+@instruction(f"set {_CMP} combine?=and|or|xor .ftz? to=u32|s32|f32|f16|bf16 {_CMP_TYPES.removesuffix('|f16|bf16')}")
 def set_value(b: Lowering, m: Modifiers) -> Step:
     _checked(b, m)
     if (m.to, m.type) == ("f16", "bf16") or (m.ftz and m.to == "bf16"):
@@ -120,6 +149,22 @@ def set_value(b: Lowering, m: Modifiers) -> Step:
         combine = _COMBINE[m.combine]
         return b.alu(m.to, (m.type, m.type, "pred"), lambda x, y, c: np.where(combine(compare(x, y), c), true, zero))
     return b.alu(m.to, (m.type, m.type), lambda x, y: np.where(compare(x, y), true, zero))
+
+
+@instruction(f"set {_FLOAT_CMP} combine?=and|or|xor .ftz? to=f16x2|u32|s32 type=f16x2")
+@instruction(f"set {_FLOAT_CMP} combine?=and|or|xor to=bf16x2|u32|s32 type=bf16x2")
+def set_pair(b: Lowering, m: Modifiers) -> Step:
+    """Each half becomes 1.0, or 0xffff where the target is an integer, or 0."""
+    compare = comparison(m.cmp, m.type.removesuffix("x2"), bool(m.ftz))
+    true = np.uint32(_TRUE[m.to.removesuffix("x2") if m.to.endswith("x2") else "u16"])
+
+    def halves(x: Array, y: Array, c: Any = None) -> Array:
+        low, high = (compare(left, right) for left, right in zip(_each(x), _each(y), strict=True))
+        if m.combine:
+            low, high = (_COMBINE[m.combine](t, c) for t in (low, high))
+        return low * true | high * true << np.uint32(16)
+
+    return b.alu("b32", ("b32", "b32", "pred") if m.combine else ("b32", "b32"), halves)
 
 
 @instruction("selp type=b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64")
@@ -134,6 +179,16 @@ def selp(b: Lowering, m: Modifiers) -> Step:
     return b.alu(t, (t, t, "pred"), lambda x, y, p: np.multiply(x ^ y, p, dtype=dtype) ^ y)
 
 
-@instruction("slct type=b32|u32|s32|f32|b64|u64|s64|f64 by=s32|f32")
+_SELECTED = "type=b16|u16|s16|b32|u32|s32|f32|b64|u64|s64|f64"
+
+
+@instruction(f"slct {_SELECTED} by=s32|f32")
 def slct(b: Lowering, m: Modifiers) -> Step:
-    return b.alu(m.type, (m.type, m.type, m.by), lambda x, y, c: np.where(c >= 0, x, y))
+    t = f"b{8 * VIEW[m.type].itemsize}"
+    return b.alu(t, (t, t, m.by), lambda x, y, c: np.where(c >= 0, x, y))
+
+
+@instruction(f"slct .ftz {_SELECTED} .f32")
+def slct_flushed(b: Lowering, m: Modifiers) -> Step:
+    t = f"b{8 * VIEW[m.type].itemsize}"
+    return b.alu(t, (t, t, "f32"), lambda x, y, c: np.where(floats.flush(c) >= 0, x, y))

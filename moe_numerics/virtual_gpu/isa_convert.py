@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from . import floats
-from .isa_half import decoder, round_to
+from .isa_float64 import with_nan64
+from .isa_half import decoder, round_to, saturated
 from .lowering import VIEW, Lowering
 from .memory import Array
-from .narrow import FORMATS, decode, decode_ue8m0, encode, encode_ue8m0, to_bf16
+from .narrow import FORMATS, decode, decode_ue8m0, encode, encode_ue8m0, encoder, to_bf16
 from .registry import Modifiers, Step, instruction
 
-_INTS = "u8|s8|u16|s16|u32|s32|u64|s64"
+_WIDER = "u16|s16|u32|s32|u64|s64"
+_INTS = f"u8|s8|{_WIDER}"
 _ROUND = "rnd=rn|rz|rm|rp"
 _INTEGRAL = "rnd=rni|rzi|rmi|rpi"
 
@@ -22,10 +25,13 @@ _INTEGRAL = "rnd=rni|rzi|rmi|rpi"
 @instruction(f"cvt .sat? to={_INTS} from={_INTS}")
 def integer(b: Lowering, m: Modifiers) -> Step:
     source, target = VIEW[getattr(m, "from")], VIEW[m.to]
+    given, taken = np.iinfo(source), np.iinfo(target)
+    if m.sat and taken.min <= given.min and given.max <= taken.max:
+        raise b.fail(f"`{b.ins.name}`: nothing to saturate, .{m.to} holds every .{getattr(m, 'from')}")
 
     def convert(x: Array) -> Array:
         if m.sat:
-            low, high = np.iinfo(target).min, np.iinfo(target).max
+            low, high = taken.min, taken.max
             if source.kind == "u":
                 x = np.minimum(x.astype(np.uint64), np.uint64(high))
             elif target == np.uint64:
@@ -37,35 +43,38 @@ def integer(b: Lowering, m: Modifiers) -> Step:
     return b.alu(m.to, (getattr(m, "from"),), convert)
 
 
-@instruction(f"cvt {_ROUND} .sat? to=f32|f64|f16|bf16 from={_INTS}")
+@instruction(f"cvt {_ROUND} .ftz? .sat? to=f32 from={_INTS}")
+@instruction(f"cvt {_ROUND} .sat? to=f64|f16 from={_INTS}")
+@instruction(f"cvt {_ROUND} to=bf16 from={_WIDER}")
 def from_integer(b: Lowering, m: Modifiers) -> Step:
     source = getattr(m, "from")
     target = m.to
 
     def convert(x: Array) -> Array:
-        if target == "f64" and m.rnd == "rn":
-            return x.astype(np.float64)
-        if m.rnd == "rn" and target == "f32":
-            return floats.saturate(x.astype(np.float32)) if m.sat else x.astype(np.float32)
+        if m.rnd == "rn" and target in ("f32", "f64"):
+            nearest = x.astype(VIEW[target])
+            return floats.saturate(nearest) if m.sat else nearest
         # The halves of a 64-bit integer are exact, and so are their sum and its error.
         high, low = np.zeros_like(x), x
         if x.dtype.itemsize == 8:
             high, low = x >> x.dtype.type(32), x & x.dtype.type(0xFFFFFFFF)
         total, residue = floats.two_sum(high.astype(np.float64) * 2.0**32, low.astype(np.float64))
-        if target == "f64":
-            return floats.directed64(total, residue, m.rnd)
-        wide = floats.odd(total, residue)
         r: Array
-        if target == "f32":
-            r = floats.narrow32(wide, m.rnd)
+        if target == "f64":
+            r = floats.directed64(total, residue, m.rnd)
+        elif target == "f32":
+            r = floats.narrow32(floats.odd(total, residue), m.rnd)
         else:
-            return round_to(target, wide, m.rnd)
+            codes = round_to(target, floats.odd(total, residue), m.rnd)
+            return saturated(target, codes) if m.sat else codes
         return floats.saturate(r) if m.sat else r
 
     return b.alu(target, (source,), convert)
 
 
-@instruction(f"cvt {_INTEGRAL} .ftz? .sat? to={_INTS} from=f32|f64|f16|bf16")
+@instruction(f"cvt {_INTEGRAL} .ftz? .sat? to={_INTS} from=f32")
+@instruction(f"cvt {_INTEGRAL} .sat? to={_INTS} from=f64|f16")
+@instruction(f"cvt {_INTEGRAL} to={_WIDER} from=bf16")
 def to_integer(b: Lowering, m: Modifiers) -> Step:
     """Results are clamped to the range of the target.
 
@@ -79,7 +88,7 @@ def to_integer(b: Lowering, m: Modifiers) -> Step:
 
     def convert(x: Array) -> Array:
         wide = decoder(source)(x) if source in ("f16", "bf16") else x
-        if m.ftz and source == "f32":
+        if m.ftz:
             wide = floats.flush(wide)
         r = floats.round_integral(np.asarray(wide), m.rnd).astype(np.float64)
         inside = (r >= float(info.min)) & (r < float(info.max) + (1 if info.max < 2**53 else 0))
@@ -103,12 +112,14 @@ def same(b: Lowering, m: Modifiers) -> Step:
     return b.alu("f32", ("f32",), convert)
 
 
-@instruction("cvt .ftz? to=f32 from=f16|bf16")
+@instruction("cvt .ftz? .sat? to=f32 from=f16")
+@instruction("cvt .ftz? to=f32 from=bf16")
 def widen(b: Lowering, m: Modifiers) -> Step:
     source = getattr(m, "from")
     if source == "bf16":
         return b.alu("f32", ("bf16",), lambda x: (x.astype(np.uint32) << np.uint32(16)).view(np.float32))
-    return b.alu("f32", ("f16",), decoder("f16"))
+    table = decoder("f16")
+    return b.alu("f32", ("f16",), (lambda x: floats.saturate(table(x))) if m.sat else table)
 
 
 def _half_to_double(x: Array) -> Array:
@@ -119,15 +130,23 @@ def _half_to_double(x: Array) -> Array:
     return np.where(np.isnan(values), kept | np.uint64(0x7FF8000000000000), values.view(np.uint64)).view(np.float64)
 
 
-@instruction("cvt .f64 from=f32|f16")
+@instruction("cvt .ftz? .sat? .f64 from=f32")
+@instruction("cvt .sat? .f64 from=f16")
+@instruction("cvt .f64 from=bf16")
 def to_double(b: Lowering, m: Modifiers) -> Step:
     source = getattr(m, "from")
-    if source == "f16":
-        return b.alu("f64", ("f16",), _half_to_double)
-    return b.alu("f64", ("f32",), lambda x: x.astype(np.float64))
+    widened: dict[str, Callable[[Array], Array]] = {
+        "f32": lambda x: (floats.flush(x) if m.ftz else x).astype(np.float64),
+        "f16": _half_to_double,
+        "bf16": lambda x: (x.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64),
+    }
+    wide = widened[source]
+    return b.alu("f64", (source,), (lambda x: floats.saturate(wide(x))) if m.sat else wide)
 
 
-@instruction(f"cvt {_ROUND} .ftz? .sat? to=f32|f16|bf16 .f64")
+@instruction(f"cvt {_ROUND} .ftz? .sat? to=f32 .f64")
+@instruction(f"cvt {_ROUND} .sat? to=f16 .f64")
+@instruction(f"cvt {_ROUND} to=bf16 .f64")
 def from_double(b: Lowering, m: Modifiers) -> Step:
     if m.to != "f32":
         fmt = FORMATS[m.to]
@@ -142,7 +161,7 @@ def from_double(b: Lowering, m: Modifiers) -> Step:
                 quiet = (bits >> np.uint64(63)) << np.uint64(15) | np.uint64(fmt.infinity or 0)
                 quiet = quiet | payload | np.uint64(1 << (fmt.mantissa - 1))
                 codes = np.where(nan, quiet.astype(np.uint16), codes)
-            return codes
+            return saturated(m.to, codes) if m.sat else codes
 
         return b.alu(m.to, ("f64",), to_half)
 
@@ -155,6 +174,37 @@ def from_double(b: Lowering, m: Modifiers) -> Step:
     return b.alu("f32", ("f64",), convert)
 
 
+@instruction("cvt rnd?=rni|rzi|rmi|rpi .sat? .f16 .f16")
+@instruction("cvt rnd?=rni|rzi|rmi|rpi .bf16 .bf16")
+def same_half(b: Lowering, m: Modifiers) -> Step:
+    kind = "f16" if m.f16 else "bf16"
+    table, fmt = decoder(kind), FORMATS[kind]
+
+    def convert(codes: Array) -> Array:
+        if m.rnd:
+            codes = encode(floats.round_integral(table(codes), m.rnd), fmt).astype(np.uint16)
+        return saturated(kind, codes) if m.sat else codes
+
+    return b.alu(kind, (kind,), convert)
+
+
+@instruction("cvt rnd?=rni|rzi|rmi|rpi .sat? .f64 .f64")
+def same_double(b: Lowering, m: Modifiers) -> Step:
+    def convert(x: Array) -> Array:
+        r = with_nan64(floats.round_integral(x, m.rnd), x) if m.rnd else x
+        return floats.saturate(r) if m.sat else r
+
+    return b.alu("f64", ("f64",), convert)
+
+
+@instruction(f"cvt {_ROUND} .f16 .bf16")
+@instruction(f"cvt {_ROUND} .bf16 .f16")
+def half_to_half(b: Lowering, m: Modifiers) -> Step:
+    target, source = b.ins.modifiers[-2:]
+    table, fmt = decoder(source), FORMATS[target]
+    return b.alu(target, (source,), lambda x: encode(table(x), fmt, m.rnd).astype(np.uint16))
+
+
 def _relu(x: Array) -> Array:
     """Negative values become +0; NaN stays NaN."""
     return np.where(np.signbit(x) & ~np.isnan(x), np.float32(0), x)
@@ -164,7 +214,7 @@ def _narrower(m: Modifiers, name: str) -> Callable[[Array], Array]:
     """Float32 values to codes (uint32) of one element."""
     fmt = FORMATS[name]
     mode, satfinite = m.get("rnd", "rn"), bool(m.satfinite)
-    plain = name == "bf16" and mode == "rn" and not satfinite
+    code = to_bf16 if name == "bf16" and mode == "rn" and not satfinite else encoder(fmt, mode, satfinite)
 
     # Rounding f16 down or up does not flush, `.ftz` or not (seen on an H200).
     flushes = m.ftz and not (name == "f16" and mode in ("rm", "rp"))
@@ -176,18 +226,22 @@ def _narrower(m: Modifiers, name: str) -> Callable[[Array], Array]:
             x = _relu(x)
         if m.sat:
             x = floats.saturate(x)
-        return to_bf16(x) if plain else encode(x, fmt, mode, satfinite)
+        return code(x)
 
     return convert
 
 
-@instruction("cvt rnd=rn|rz|rm|rp .ftz? .sat? .relu? .satfinite? to=f16|bf16 .f32")
+@instruction(f"cvt {_ROUND} .ftz? .sat? to=f16 .f32")
+@instruction(f"cvt {_ROUND} .ftz? to=bf16 .f32")
+@instruction("cvt rnd=rn|rz .relu? .satfinite? to=f16|bf16 .f32")
 def to_half(b: Lowering, m: Modifiers) -> Step:
     convert = _narrower(m, m.to)
     return b.alu(m.to, ("f32",), lambda x: convert(x).astype(np.uint16))
 
 
-@instruction("cvt rnd=rn|rz|rna .relu? .satfinite? .tf32 .f32")
+@instruction("cvt rnd=rna .satfinite? .tf32 .f32")
+@instruction("cvt rnd=rn|rz .relu? .tf32 .f32")
+@instruction("cvt rnd=rn|rz .relu? .satfinite .tf32 .f32", features=("sm_100a",))
 def to_tf32(b: Lowering, m: Modifiers) -> Step:
     convert = _narrower(m, "tf32")
     # Rounding ties away keeps the upper bits of a NaN, less one step with `.satfinite` (seen on an H200).
@@ -222,15 +276,17 @@ def to_fp8_pair(b: Lowering, m: Modifiers) -> Step:
 
 
 @instruction("cvt rnd=rn .satfinite .relu? to=e4m3x2|e5m2x2 .f16x2")
-def fp8_pair_from_half(b: Lowering, m: Modifiers) -> Step:
-    convert = _narrower(m, m.to.removesuffix("x2"))
-    table = decoder("f16")
+@instruction("cvt rnd=rn .satfinite .relu? to=e2m1x2 .f16x2", features=("sm_100a",))
+def narrow_pair_from_half(b: Lowering, m: Modifiers) -> Step:
+    name = m.to.removesuffix("x2")
+    convert, table = _narrower(m, name), decoder("f16")
+    bits, register = (4, "b8") if name == "e2m1" else (8, "b16")
 
     def step(x: Array) -> Array:
         low, high = table(x & np.uint32(0xFFFF)), table(x >> np.uint32(16))
-        return ((convert(high) << np.uint32(8)) | convert(low)).astype(np.uint16)
+        return ((convert(high) << np.uint32(bits)) | convert(low)).astype(VIEW[register])
 
-    return b.alu("b16", ("b32",), step)
+    return b.alu(register, ("b32",), step)
 
 
 @instruction("cvt rnd=rn .satfinite .relu? to=e2m1x2 .f32", features=("sm_100a",))
@@ -315,48 +371,49 @@ def stochastic_quad(b: Lowering, m: Modifiers) -> Step:
     return step
 
 
-def _unpack(bits: int, values: Callable[[Array], Array], target: str, relu: bool) -> Callable[[Array], Array]:
-    """Two codes of `bits` bits to a pair of 16-bit floats; both formats hold every value exactly."""
-    mask = np.uint32((1 << bits) - 1)
-    fmt = FORMATS[target]
+@lru_cache(maxsize=32)
+def _pairs(source: str, target: str, relu: bool) -> Array:
+    """Pairs of 16-bit floats by pairs of codes, each in its byte (e2m1: 4 bits); both formats hold them exactly."""
+    bits = {"ue8m0": 8}.get(source) or FORMATS[source].bits
+    codes = np.arange(1 << bits, dtype=np.uint32)
+    values = decode_ue8m0(codes) if source == "ue8m0" else decode(codes, FORMATS[source])
+    single = encode(_relu(values) if relu else values, FORMATS[target])
+    each = 4 if bits == 4 else 8
+    pairs = np.arange(1 << 2 * each)
+    mask = (1 << bits) - 1
+    return single[pairs & mask] | single[pairs >> each & mask] << np.uint32(16)
 
-    def step(x: Array) -> Array:
-        wide = x.astype(np.uint32)
-        low, high = values(wide & mask), values((wide >> np.uint32(8 if bits > 4 else 4)) & mask)
-        if relu:
-            low, high = _relu(low), _relu(high)
-        return encode(low, fmt) | (encode(high, fmt) << np.uint32(16))
 
-    return step
+def _unpack(b: Lowering, source: str, target: str, relu: bool) -> Step:
+    table = _pairs(source, target, relu)
+    return b.alu("b32", ("b8" if table.size == 256 else "b16",), table.take)
 
 
 @instruction("cvt .rn .relu? .f16x2 from=e4m3x2|e5m2x2")
 def fp8_to_half(b: Lowering, m: Modifiers) -> Step:
-    fmt = FORMATS[getattr(m, "from").removesuffix("x2")]
-    return b.alu("b32", ("b16",), _unpack(8, lambda c: decode(c, fmt), "f16", bool(m.relu)))
+    return _unpack(b, getattr(m, "from").removesuffix("x2"), "f16", bool(m.relu))
 
 
 @instruction("cvt .rn .relu? .f16x2 from=e2m3x2|e3m2x2", features=("sm_100a",))
 def fp6_to_half(b: Lowering, m: Modifiers) -> Step:
-    fmt = FORMATS[getattr(m, "from").removesuffix("x2")]
-    return b.alu("b32", ("b16",), _unpack(6, lambda c: decode(c, fmt), "f16", bool(m.relu)))
+    return _unpack(b, getattr(m, "from").removesuffix("x2"), "f16", bool(m.relu))
 
 
 @instruction("cvt .rn .relu? .f16x2 .e2m1x2", features=("sm_100a",))
 def fp4_to_half(b: Lowering, m: Modifiers) -> Step:
-    fmt = FORMATS["e2m1"]
-    return b.alu("b32", ("b8",), _unpack(4, lambda c: decode(c, fmt), "f16", bool(m.relu)))
+    return _unpack(b, "e2m1", "f16", bool(m.relu))
 
 
 @instruction("cvt .rn .bf16x2 .ue8m0x2", features=("sm_100a",))
 def scale_to_half(b: Lowering, m: Modifiers) -> Step:
-    return b.alu("b32", ("b16",), _unpack(8, decode_ue8m0, "bf16", False))
+    return _unpack(b, "ue8m0", "bf16", False)
 
 
 _PACK = {"u8": 8, "s8": 8, "u4": 4, "s4": 4, "u2": 2, "s2": 2, "u16": 16, "s16": 16}
 
 
-@instruction("cvt .pack .sat to=u16|s16|u8|s8 .s32 .b32?")
+@instruction("cvt .pack .sat to=u16|s16 .s32")
+@instruction("cvt .pack .sat to=u8|s8|u4|s4|u2|s2 .s32 .b32")
 def pack(b: Lowering, m: Modifiers) -> Step:
     bits = _PACK[m.to]
     low = -(1 << (bits - 1)) if m.to[0] == "s" else 0

@@ -9,11 +9,22 @@ import numpy as np
 from . import memory, ptx
 from .asynchronous import Operation
 from .isa_mbarrier import barrier_offsets
-from .lowering import Lowering
+from .lowering import Lowering, Read
 from .memory import Array
 from .registry import Index, Modifiers, Step, instruction
 
 _HINT = "hint?=L2::cache_hint"
+
+
+def _kept(b: Lowering, operands: tuple[ptx.Operand, ...], size: int) -> Read | None:
+    """How many bytes of the source are copied before zeros: a number, or none where a predicate holds; None: all."""
+    if not operands:
+        return None
+    (operand,) = operands
+    if isinstance(operand, ptx.Reg | ptx.Not) and b.width(operand) == 0:
+        ignored = b.full(b.read(operand, "pred"))
+        return lambda w, i: np.where(ignored(w, i), np.uint32(0), np.uint32(size))
+    return b.full(b.read(operand, "u32"))
 
 
 @instruction(f"cp .async cop=ca|cg space=shared|shared::cta .global {_HINT} l2?=L2::64B|L2::128B|L2::256B")
@@ -23,7 +34,9 @@ def copy(b: Lowering, m: Modifiers) -> Step:
     if not isinstance(size_operand, ptx.Imm) or int(size_operand.value) not in (4, 8, 16):
         raise b.fail("cp.async copies 4, 8 or 16 bytes")
     size = int(size_operand.value)
-    keep = b.full(b.read(b.operands[3], "u32")) if len(b.operands) > 3 else None
+    if m.cop == "cg" and size != 16:
+        raise b.fail("cp.async.cg copies 16 bytes")
+    keep = _kept(b, b.operands[3:-1] if m.hint else b.operands[3:], size)
 
     def step(w: Any, i: Index) -> None:
         threads = w.index(i)

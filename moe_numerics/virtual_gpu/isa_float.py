@@ -1,4 +1,4 @@
-"""Float32 and float64 arithmetic (PTX ISA 9.7.3) and the approximations.
+"""Float32 arithmetic (PTX ISA 9.7.3), packed pairs of it, and the approximations.
 
 An unspecified rounding mode means round to nearest here; ptxas may then fuse a multiply and an add, so such
 instructions have no single result on silicon.
@@ -7,12 +7,12 @@ instructions have no single result on silicon.
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from . import approximate, floats
+from .isa_half import TABLES
 from .lowering import Lowering
 from .memory import Array
 from .registry import Index, Modifiers, Step, instruction
@@ -120,14 +120,16 @@ for _name in ("min", "max"):
     def extremum(b: Lowering, m: Modifiers, largest: bool = _name == "max") -> Step:
         nan, magnitude, xorsign = bool(m.NaN), bool(m.abs), bool(m.xorsign)
         if len(b.operands) == 4:
-            if b.program.arch == "sm_90a":
-                raise b.fail(f"`{b.ins.name}` with three operands needs sm_100")
+            if b.program.arch == "sm_90a" or xorsign:
+                raise b.fail(f"`{b.ins.name}` with three operands needs sm_100, and takes no .xorsign")
             return finish(
                 b, m, 3,
                 lambda x, y, z: floats.minmax(
                     floats.minmax(x, y, largest, nan, magnitude), z, largest, nan, magnitude
                 ),
             )  # fmt: skip
+        if magnitude != xorsign:
+            raise b.fail(f"`{b.ins.name}`: .xorsign and .abs go together where there are two operands")
         return finish(b, m, 2, lambda x, y: floats.minmax(x, y, largest, nan, magnitude, xorsign))
 
 
@@ -216,6 +218,33 @@ def div_approx(b: Lowering, m: Modifiers) -> Step:
     return finish(b, m, 2, quotient)
 
 
+# -- sums and products with a narrower operand (sm_100) ---------------------------------------------------------------
+
+
+def _widened(b: Lowering, m: Modifiers, count: int, compute: Callable[..., Any]) -> Step:
+    """The first `count` operands are f16 or bf16, which float32 holds exactly; the last is float32."""
+    table = TABLES[m.type]
+
+    def step(*v: Any) -> Array:
+        r = compute(*(table[x] for x in v[:count]), v[count])
+        return floats.saturate(r) if m.sat else r
+
+    return b.alu("f32", (m.type,) * count + ("f32",), step)
+
+
+for _name in ("add", "sub"):
+
+    @instruction(f"{_name} {RND} .sat? .f32 type=f16|bf16", features=("sm_100a",))
+    def add_narrow(b: Lowering, m: Modifiers, subtracts: bool = _name == "sub") -> Step:
+        mode = m.get("rnd", "rn")
+        return _widened(b, m, 1, lambda x, y: floats.add(x, np.negative(y) if subtracts else y, mode))
+
+
+@instruction("fma rnd=rn|rz|rm|rp .sat? .f32 type=f16|bf16", features=("sm_100a",))
+def fma_narrow(b: Lowering, m: Modifiers) -> Step:
+    return _widened(b, m, 2, lambda x, y, z: floats.fma(x, y, z, m.rnd))
+
+
 # -- packed pairs (sm_100) ------------------------------------------------------------------------------------------
 
 for _name, _count in (("add", 2), ("sub", 2), ("mul", 2), ("fma", 3)):
@@ -238,79 +267,3 @@ for _name, _count in (("add", 2), ("sub", 2), ("mul", 2), ("fma", 3)):
             return (floats.flush(r) if m.ftz else r).view(np.uint64)
 
         return b.alu("f32x2", ("f32x2",) * count, compute)
-
-
-# -- float64 --------------------------------------------------------------------------------------------------------
-
-
-def _with_nan64(x: Array, *operands: Array) -> Array:
-    """`x` with NaN as an H200 makes it: the first of `operands` that is one, quieted, or 0xfff8000000000000.
-
-    Sums and products look at the second operand first, quotients at the first.
-    """
-    bad = np.isnan(x)
-    if bad.any():
-        bits = np.full(x.shape, 0xFFF8000000000000, np.uint64)
-        for operand in reversed(operands):
-            spread = np.broadcast_to(operand, x.shape)
-            quiet = np.ascontiguousarray(spread).view(np.uint64) | np.uint64(0x0008000000000000)
-            bits = np.where(np.isnan(spread), quiet, bits)
-        x = np.where(bad, bits, np.ascontiguousarray(x).view(np.uint64)).view(np.float64)
-    return x
-
-
-def _minimum64(x: Array, y: Array) -> Array:
-    """-0 is below +0."""
-    return np.where((x == 0) & (y == 0), np.where(np.signbit(x), x, y), np.fmin(x, y))
-
-
-def _maximum64(x: Array, y: Array) -> Array:
-    return np.where((x == 0) & (y == 0), np.where(np.signbit(x), y, x), np.fmax(x, y))
-
-
-_DOUBLE: dict[str, tuple[int, Callable[..., Any]]] = {
-    "add": (2, np.add), "sub": (2, np.subtract), "mul": (2, np.multiply),
-    "min": (2, _minimum64), "max": (2, _maximum64), "neg": (1, np.negative), "abs": (1, np.abs),
-}  # fmt: skip
-for _name, (_count, _op) in _DOUBLE.items():
-
-    @instruction(f"{_name}{' .rn?' if _name in ('add', 'sub', 'mul') else ''} .f64")
-    def double(b: Lowering, m: Modifiers, count: int = _count, op: Callable[..., Any] = _op) -> Step:
-        return b.alu("f64", ("f64",) * count, lambda *v: _with_nan64(op(*v), *reversed(v)))
-
-
-@instruction("div .rn .f64")
-def div64(b: Lowering, m: Modifiers) -> Step:
-    return b.alu("f64", ("f64", "f64"), lambda x, y: _with_nan64(x / y, x, y))
-
-
-@instruction("rcp .rn .f64")
-def rcp64(b: Lowering, m: Modifiers) -> Step:
-    return b.alu("f64", ("f64",), lambda x: _with_nan64(np.float64(1) / x, x))
-
-
-@instruction("sqrt .rn .f64")
-def sqrt64(b: Lowering, m: Modifiers) -> Step:
-    return b.alu("f64", ("f64",), lambda x: _with_nan64(np.sqrt(x), x))
-
-
-def _fma64(x: float, y: float, z: float) -> float:
-    if np.isfinite(x) and np.isfinite(y) and not np.isfinite(z):
-        # A finite product never meets an infinity: it may only overflow afterwards.
-        return z
-    if not (np.isfinite(x) and np.isfinite(y) and np.isfinite(z)):
-        return float(np.float64(x) * np.float64(y) + np.float64(z))
-    exact = Fraction(x) * Fraction(y) + Fraction(z)
-    if exact == 0:
-        return float(np.float64(x) * np.float64(y) + np.float64(z)) if x == 0 or y == 0 else 0.0
-    try:
-        return exact.numerator / exact.denominator
-    except OverflowError:
-        return float("inf") if exact > 0 else float("-inf")
-
-
-@instruction("fma .rn .f64")
-def fma64(b: Lowering, m: Modifiers) -> Step:
-    """Exact rational arithmetic, element by element: right, and slow."""
-    compute = np.frompyfunc(_fma64, 3, 1)
-    return b.alu("f64", ("f64",) * 3, lambda x, y, z: _with_nan64(np.asarray(compute(x, y, z), np.float64), y, z, x))

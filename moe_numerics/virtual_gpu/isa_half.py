@@ -19,6 +19,7 @@ from .registry import Modifiers, Step, instruction
 
 TABLES = {name: decode(np.arange(65536, dtype=np.uint32), FORMATS[name]).astype(np.float32) for name in ("f16", "bf16")}
 HALF = "type=f16|bf16|f16x2|bf16x2"
+_F16, _BF16 = "type=f16|f16x2", "type=bf16|bf16x2"
 
 
 def decoder(kind: str) -> Callable[[Array], Array]:
@@ -66,17 +67,22 @@ def halves(b: Lowering, m: Modifiers, count: int, compute: Callable[..., Array],
     return b.alu(register, (register,) * count, step)
 
 
+def saturated(kind: str, codes: Array) -> Array:
+    """Codes clamped to [0, 1]; NaN becomes +0."""
+    value = TABLES[kind][codes]
+    one = encode(np.ones(1, np.float32), FORMATS[kind]).astype(np.uint16)[0]
+    return np.where(value >= 1, one, np.where(value > 0, codes, np.uint16(0)))
+
+
 def _after(m: Modifiers, kind: str) -> Callable[[Array], Array]:
     """`.relu` clamps negative values and turns NaN into the canonical NaN; `.sat` clamps to [0, 1]."""
-    fmt = FORMATS[kind]
-    one = encode(np.ones(1, np.float32), fmt).astype(np.uint16)[0]
-    nan = np.uint16(fmt.nan or 0)
+    nan = np.uint16(FORMATS[kind].nan or 0)
 
     def adjust(codes: Array) -> Array:
-        value = TABLES[kind][codes]
         if m.sat:
-            codes = np.where(value >= 1, one, np.where(value > 0, codes, np.uint16(0)))
+            codes = saturated(kind, codes)
         if m.relu:
+            value = TABLES[kind][codes]
             codes = np.where(np.isnan(value), nan, np.where(value > 0, codes, np.uint16(0)))
         return codes
 
@@ -89,7 +95,8 @@ def _sum(kind: str, x: Array, y: Array) -> Array:
 
 for _name in ("add", "sub"):
 
-    @instruction(f"{_name} .rn? .ftz? .sat? {HALF}")
+    @instruction(f"{_name} .rn? .ftz? .sat? {_F16}")
+    @instruction(f"{_name} .rn? {_BF16}")
     def add(b: Lowering, m: Modifiers, sign: float = 1.0 if _name == "add" else -1.0) -> Step:
         kind, _ = lanes(m.type)
         after = _after(m, kind)
@@ -99,21 +106,24 @@ for _name in ("add", "sub"):
 def _rounded(m: Modifiers, kind: str, exact: Array) -> Array:
     """`exact` rounded; with `.ftz` a result that only rounding lifts to 2^-14 is zero (measured on an H200)."""
     codes = round_to(kind, exact)
-    if m.ftz and kind == "f16":
+    if m.ftz:
         wide = TABLES[kind][round_to(kind, exact * 2.0**8)]
         lifted = ((codes & np.uint16(0x7FFF)) == 0x0400) & (np.abs(wide) < np.float32(2.0**-6))
         codes = np.where(lifted, codes & np.uint16(0x8000), codes)
     return codes
 
 
-@instruction(f"mul .rn? .ftz? .sat? {HALF}")
+@instruction(f"mul .rn? .ftz? .sat? {_F16}")
+@instruction(f"mul .rn? {_BF16}")
 def mul(b: Lowering, m: Modifiers) -> Step:
     kind, _ = lanes(m.type)
     after = _after(m, kind)
     return halves(b, m, 2, lambda x, y: after(_rounded(m, kind, x * y)))
 
 
-@instruction(f"fma .rn .ftz? .sat? .relu? {HALF}")
+@instruction(f"fma .rn .ftz? .sat? {_F16}")
+@instruction(f"fma .rn .ftz? .relu {_F16}")
+@instruction(f"fma .rn .relu? {_BF16}")
 def fma(b: Lowering, m: Modifiers) -> Step:
     kind, _ = lanes(m.type)
     after = _after(m, kind)
@@ -122,7 +132,10 @@ def fma(b: Lowering, m: Modifiers) -> Step:
 
 for _name in ("min", "max"):
 
-    @instruction(f"{_name} .ftz? .NaN? .xorsign? .abs? {HALF}")
+    @instruction(f"{_name} .ftz? .NaN? {_F16}")
+    @instruction(f"{_name} .ftz? .NaN? .xorsign .abs {_F16}")
+    @instruction(f"{_name} .NaN? {_BF16}")
+    @instruction(f"{_name} .NaN? .xorsign .abs {_BF16}")
     def extremum(b: Lowering, m: Modifiers, largest: bool = _name == "max") -> Step:
         kind, _ = lanes(m.type)
         fmt = FORMATS[kind]
@@ -144,13 +157,15 @@ def _canonical(kind: str, codes: Array, result: Array) -> Array:
     return np.where(np.isnan(TABLES[kind][codes]), np.uint16(0x7FFF), result)
 
 
-@instruction(f"neg .ftz? {HALF}")
+@instruction(f"neg .ftz? {_F16}")
+@instruction(f"neg {_BF16}")
 def neg(b: Lowering, m: Modifiers) -> Step:
     kind, _ = lanes(m.type)
     return halves(b, m, 1, lambda c: _canonical(kind, c, c ^ np.uint16(0x8000)), raw=True)
 
 
-@instruction(f"abs .ftz? {HALF}")
+@instruction(f"abs .ftz? {_F16}")
+@instruction(f"abs {_BF16}")
 def absolute(b: Lowering, m: Modifiers) -> Step:
     kind, _ = lanes(m.type)
     return halves(b, m, 1, lambda c: _canonical(kind, c, c & np.uint16(0x7FFF)), raw=True)

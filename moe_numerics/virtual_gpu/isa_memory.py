@@ -14,14 +14,14 @@ _TYPES = "type=b8|u8|s8|b16|u16|s16|b32|u32|s32|b64|u64|s64|f32|f64"
 _WIDE = "type=b32|u32|s32|f32"
 _SPACES = "global|shared|shared::cta|shared::cluster|local|const|param|param::entry"
 _STORED = "global|shared|shared::cta|shared::cluster|local|param"
-_LOADED = "sem?=weak|relaxed|acquire|volatile|mmio"
-_WRITTEN = "sem?=weak|relaxed|release|volatile|mmio"
+_LOADED = "sem?=weak|relaxed|acquire|volatile"
+_WRITTEN = "sem?=weak|relaxed|release|volatile"
 _SCOPE = "scope?=cta|cluster|gpu|sys"
-_LEVEL = (
-    "l1?=L1::evict_normal|L1::evict_unchanged|L1::evict_first|L1::evict_last|L1::no_allocate "
-    "l2?=L2::cache_hint|L2::64B|L2::128B|L2::256B|L2::evict_normal|L2::evict_first|L2::evict_last "
-    "l2b?=L2::cache_hint|L2::64B|L2::128B|L2::256B"
-)
+_KEPT = "L2::evict_normal|L2::evict_first|L2::evict_last"
+_FETCHED = "L2::64B|L2::128B|L2::256B"
+_L1 = "l1?=L1::evict_normal|L1::evict_unchanged|L1::evict_first|L1::evict_last|L1::no_allocate"
+_READ_LEVEL = f"{_L1} l2?={_KEPT}|L2::cache_hint|{_FETCHED} l2b?=L2::cache_hint|{_FETCHED}"
+_WRITE_LEVEL = f"{_L1} l2?={_KEPT}|L2::cache_hint l2b?=L2::cache_hint"
 _SPACE_OF = {"global": "global", "const": "global", "local": "local", "shared": "shared", "shared::cta": "shared",
              "shared::cluster": "shared", "param": "param", "param::entry": "param"}  # fmt: skip
 
@@ -30,12 +30,26 @@ def space_of(name: str | None) -> str:
     return "generic" if name is None else _SPACE_OF[name]
 
 
-@instruction(f"ld {_LOADED} {_SCOPE} space?={_SPACES} .nc? cop?=ca|cg|cs|lu|cv {_LEVEL} vec?=v2|v4 {_TYPES}")
+def _checked(b: Lowering, m: Modifiers) -> None:
+    """Refuses what goes with accesses of 32 bytes only, and these where they do not exist."""
+    whole = VIEW[m.type].itemsize * int(m.vec[1:] if m.vec else 1) == 32
+    if whole and (m.space not in (None, "global") or b.program.arch == "sm_90a"):
+        raise b.fail(f"`{b.ins.name}`: accesses of 32 bytes are to global memory, on sm_100a")
+    if (m.l2 or "").startswith("L2::evict") and not whole:
+        raise b.fail(f"`{b.ins.name}`: .{m.l2} goes with .v8.b32 and .v4.b64 only")
+
+
+@instruction(f"ld {_LOADED} {_SCOPE} space?={_SPACES} cop?=ca|cg|cs|lu|cv {_READ_LEVEL} vec?=v2|v4 {_TYPES}")
+@instruction(f"ld sem?=weak space=global .nc cop?=ca|cg|cs {_READ_LEVEL} vec?=v2|v4 {_TYPES}")
+@instruction(f"ld sem?=weak space=global cop=ca|cg|cs .nc {_READ_LEVEL} vec?=v2|v4 {_TYPES}")
+@instruction(f"ld sem=mmio .relaxed scope=sys space?=global {_TYPES}")
 @instruction(
-    f"ld {_LOADED} {_SCOPE} space?=global .nc? cop?=ca|cg|cs|lu|cv {_LEVEL} vec=v8 {_WIDE}",
+    f"ld {_LOADED} {_SCOPE} space?=global .nc? cop?=ca|cg|cs|lu|cv {_READ_LEVEL} vec=v8 {_WIDE}",
     features=("sm_100a",),
 )
+@instruction(f"ldu space?=global vec?=v2|v4 {_TYPES}")
 def load(b: Lowering, m: Modifiers) -> Step:
+    _checked(b, m)
     space = space_of(m.space)
     targets = b.items(b.operands[0])
     count = int(m.vec[1:]) if m.vec else 1
@@ -98,12 +112,14 @@ def _load_param(b: Lowering, m: Modifiers, writes: list[Any]) -> Step:
     return indexed
 
 
-@instruction(f"st {_WRITTEN} {_SCOPE} space?={_STORED} cop?=wb|cg|cs|wt {_LEVEL} vec?=v2|v4 {_TYPES}")
+@instruction(f"st {_WRITTEN} {_SCOPE} space?={_STORED} cop?=wb|cg|cs|wt {_WRITE_LEVEL} vec?=v2|v4 {_TYPES}")
+@instruction(f"st sem=mmio .relaxed scope=sys space?=global {_TYPES}")
 @instruction(
-    f"st {_WRITTEN} {_SCOPE} space?=global cop?=wb|cg|cs|wt {_LEVEL} vec=v8 {_WIDE}",
+    f"st {_WRITTEN} {_SCOPE} space?=global cop?=wb|cg|cs|wt {_WRITE_LEVEL} vec=v8 {_WIDE}",
     features=("sm_100a",),
 )
 def store(b: Lowering, m: Modifiers) -> Step:
+    _checked(b, m)
     space = space_of(m.space)
     if space == "param":
         target = b.operands[0]

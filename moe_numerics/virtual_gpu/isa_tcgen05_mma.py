@@ -332,5 +332,7 @@ def mma(b: Lowering, m: Modifiers) -> Step:
              f"size?=block16|block32|scale_vec::1X|scale_vec::2X|scale_vec::4X {_REUSE}", features=SM100,
              evidence="third party")  # fmt: skip
 def mma_scaled(b: Lowering, m: Modifiers) -> Step:
+    if m.kind == "kind::mxf4nvf4" and m.size is None:
+        raise b.fail(f"`{b.ins.name}` needs the size of its blocks, such as .block16")
     sizes = {"block16": 16, "scale_vec::4X": 16, "block32": 32, "scale_vec::1X": 32, "scale_vec::2X": 32}
     return _mma(b, m, m.kind.removeprefix("kind::"), True, sizes.get(m.size, 0))

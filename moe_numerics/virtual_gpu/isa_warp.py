@@ -122,6 +122,7 @@ def ballot(b: Lowering, m: Modifiers) -> Step:
     return lambda w, i: write(w, i, _per_warp(w, i, source(w, i)) & mask(w, i))
 
 
+@instruction("match mode=any|all .sync type=b32|b64", kind="sync")
 @instruction("match .sync mode=any|all type=b32|b64", kind="sync")
 def match(b: Lowering, m: Modifiers) -> Step:
     target = b.operands[0]
