@@ -231,6 +231,11 @@ _RECIPES = {
     ".row_scaled.4over6_mse.448": Recipe(colwise=False, row_scaled=True, four_over_six="mse"),
 }
 
+_EXTENDED_RECIPES = (
+    ".4over6_mae", ".4over6_mae.448", ".4over6_mse.448", ".16x16.4over6_mse", ".row_scaled.4over6_mae",
+)  # fmt: skip
+"""Other choices of what `.4over6_mse`, `.16x16.4over6_mae` and `.row_scaled.4over6_mse.448` have: long to compile."""
+
 
 def _described(recipe: Recipe) -> str:
     block = "16x16" if recipe.block2d else "1x16"
@@ -295,6 +300,7 @@ def _nvfp4_path(name: str, recipe: Recipe) -> Path:
         _nvfp4_profiles(recipe),
         Nvfp4Copies(recipe),
         multiple=nvfp4.BLOCK,
+        extended=name in _EXTENDED_RECIPES,
     )
 
 

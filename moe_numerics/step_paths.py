@@ -110,7 +110,7 @@ def step_paths() -> tuple[Path, ...]:
                 ("interleaved:32",),
                 operands=operands,
                 depth_multiple=32,
-                extended=operands != "bf16",
+                extended=True,
                 choices={} if operands == "bf16" else _CHOICES,
             )
         )

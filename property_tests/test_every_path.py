@@ -7,20 +7,14 @@ pairs a kernel with another reference, other outputs or other profiles than its 
 from __future__ import annotations
 
 import pytest
-from kernel_runs import VIRTUAL, ActiveDevice, failure, thorough
+from kernel_runs import VIRTUAL, ActiveDevice, failure
 
 from moe_numerics.campaign import campaign_cases
 from moe_numerics.path_model import Path
 from moe_numerics.paths import all_paths
 from moe_numerics.running import run_case
 
-
-def _devices(place: int, path: Path) -> tuple[str, ...]:
-    """Both virtual GPUs; for an extended path one of them, in turn."""
-    return VIRTUAL if thorough() or not path.extended else (VIRTUAL[place % 2],)
-
-
-RUNS = [(path, device) for place, path in enumerate(all_paths()) for device in _devices(place, path)]
+RUNS = [(path, device) for path in all_paths() for device in VIRTUAL]
 
 
 @pytest.mark.parametrize(
