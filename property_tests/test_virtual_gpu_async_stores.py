@@ -155,3 +155,91 @@ def test_lanes_of_a_warp_race_without_it() -> None:
             gpu.launch(text, "k", 1, 32, [torch.zeros(32, dtype=torch.int32)])
         assert [f.kind for f in gpu.findings] in (["race"], ["uninitialised"])
         assert "ld.shared.b32 %d" in text.splitlines()[(gpu.findings[0].line or 0) - 1]
+
+
+SHARED_WAIT = """.version 8.7
+.target sm_90a
+.address_size 64
+.visible .entry k(.param .u64 out, .param .u64 in)
+{{
+    .reg .b32 %t, %rank, %cells, %mine, %bar, %far, %farbar, %v;
+    .reg .b64 %o, %in;
+    .reg .pred %q, %first, %receiver;
+    .shared .align 128 .b8 cells[256];
+    .shared .align 8 .b64 bar;
+    ld.param.u64 %o, [out];
+    ld.param.u64 %in, [in];
+    mov.u32 %t, %tid.x;
+    mov.u32 %rank, %cluster_ctarank;
+    setp.eq.u32 %first, %t, 0;
+    setp.eq.u32 %receiver, %rank, {receiver};
+    mov.u32 %cells, cells;
+    mov.u32 %bar, bar;
+    mad.lo.u32 %mine, %t, 4, %cells;
+    st.shared.b32 [%mine], 7;
+    fence.proxy.async.shared::cta;
+    @%first mbarrier.init.shared::cta.b64 [%bar], {arrivals};
+    fence.mbarrier_init.release.cluster;
+    barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned;
+    @!%receiver bra SEND;
+    @!%first bra MEET;
+    {copy}
+LOOP:
+    {wait}
+MEET:
+    {barrier}
+    ld.shared.b32 %v, [%mine];
+    mad.wide.u32 %o, %t, 4, %o;
+    st.global.b32 [%o], %v;
+    bra END;
+SEND:
+    {send}
+END:
+    barrier.cluster.arrive.release.aligned;
+    barrier.cluster.wait.acquire.aligned;
+    ret;
+}}
+"""
+COPIED = {
+    "arrivals": "1",
+    "copy": "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], 256; cp.async.bulk.shared::cta.global"
+    ".mbarrier::complete_tx::bytes [%cells], [%in], 256, [%bar];",
+    "send": "",
+}
+SENT = {
+    "arrivals": "64",
+    "copy": "",
+    "send": "mapa.shared::cluster.u32 %far, %mine, 1; mapa.shared::cluster.u32 %farbar, %bar, 1; "
+    "st.shared::cluster.b32 [%far], %t; mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%farbar];",
+}
+ONE_WAITS = "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %q, [%bar], 0; @!%q bra LOOP;"
+BARRIERS = ("bar.sync 0;", "bar.sync 1, 64;")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("barrier", BARRIERS)
+@pytest.mark.parametrize("source", [COPIED, SENT], ids=["copied", "sent"])
+def test_what_one_thread_waited_for_is_known_to_all_after_a_barrier(
+    source: dict[str, str], barrier: str, schedule: str | int
+) -> None:
+    """Fault: a race is made up for the other warps of a block whose first thread alone waits at an mbarrier."""
+    out = torch.zeros(64, dtype=torch.int32)
+    with virtual_gpu("sm_90a", schedule=schedule) as gpu:
+        text = SHARED_WAIT.format(**source, wait=ONE_WAITS, barrier=barrier, receiver=1)
+        gpu.launch(text, "k", 2, 64, [out, torch.arange(64, dtype=torch.int32)], cluster=2)
+        assert gpu.findings == []
+    assert out.tolist() == list(range(64))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("barrier", BARRIERS)
+@pytest.mark.parametrize("then", ["", "st.shared.b32 [%mine], 9;"], ids=["read", "written"])
+def test_a_barrier_of_all_threads_does_not_wait_for_copies(then: str, barrier: str, schedule: str | int) -> None:
+    """Fault: a copy for which nobody waited passes for finished, as everything before a barrier is."""
+    text = SHARED_WAIT.format(**COPIED, wait="", barrier=f"{barrier} {then}\n", receiver=0)
+    with virtual_gpu("sm_90a", schedule=schedule) as gpu:
+        gpu.launch(text, "k", 1, 64, [torch.zeros(64), torch.arange(64, dtype=torch.int32)])
+        found = [(f.kind, text.splitlines()[(f.line or 0) - 1]) for f in gpu.findings]
+    assert [kind for kind, _ in found] == ["race"]
+    assert (then or "ld.shared.b32 %v, [%mine];") in found[0][1]

@@ -16,8 +16,7 @@ from .memory import Array
 from .narrow import FORMATS, decode, decode_ue8m0, encode, encode_ue8m0, encoder, to_bf16
 from .registry import Modifiers, Step, instruction
 
-_WIDER = "u16|s16|u32|s32|u64|s64"
-_INTS = f"u8|s8|{_WIDER}"
+_INTS = "u8|s8|u16|s16|u32|s32|u64|s64"
 _ROUND = "rnd=rn|rz|rm|rp"
 _INTEGRAL = "rnd=rni|rzi|rmi|rpi"
 
@@ -45,7 +44,7 @@ def integer(b: Lowering, m: Modifiers) -> Step:
 
 @instruction(f"cvt {_ROUND} .ftz? .sat? to=f32 from={_INTS}")
 @instruction(f"cvt {_ROUND} .sat? to=f64|f16 from={_INTS}")
-@instruction(f"cvt {_ROUND} to=bf16 from={_WIDER}")
+@instruction(f"cvt {_ROUND} to=bf16 from={_INTS}")
 def from_integer(b: Lowering, m: Modifiers) -> Step:
     source = getattr(m, "from")
     target = m.to
@@ -74,7 +73,7 @@ def from_integer(b: Lowering, m: Modifiers) -> Step:
 
 @instruction(f"cvt {_INTEGRAL} .ftz? .sat? to={_INTS} from=f32")
 @instruction(f"cvt {_INTEGRAL} .sat? to={_INTS} from=f64|f16")
-@instruction(f"cvt {_INTEGRAL} to={_WIDER} from=bf16")
+@instruction(f"cvt {_INTEGRAL} to={_INTS} from=bf16")
 def to_integer(b: Lowering, m: Modifiers) -> Step:
     """Results are clamped to the range of the target.
 

@@ -113,6 +113,8 @@ class Order:
             living = int(np.count_nonzero(w.live[b * w.per_block : (b + 1) * w.per_block]))
             if mine.size >= living and going.size == mine.size:
                 self.floor[b] = self.now
+                if self.known is not None:
+                    self._share(slice(int(b) * w.warps_per_block, (int(b) + 1) * w.warps_per_block))
                 continue
             known = self.matrix()
             joined = np.zeros(known.shape[1], np.int64)
@@ -127,6 +129,11 @@ class Order:
                 self.warp_time[warp] = self.now
         self.floor_least = int(self.floor.min())
 
+    def _share(self, warps: slice) -> None:
+        """Each of these warps learns what any of them knows."""
+        known = self.matrix()
+        known[warps] = known[warps].max(axis=0)
+
     def cluster_barrier(self, blocks: Array) -> None:
         """All threads of these blocks, which make up whole clusters, met."""
         self.tick()
@@ -135,6 +142,8 @@ class Order:
         for b in blocks:
             rows = slice(int(b) * w.warps_per_block, (int(b) + 1) * w.warps_per_block)
             known[rows, : self.per_cluster] = self.now
+        for first in np.unique(w.cluster_start[blocks]):
+            self._share(slice(int(first) * w.warps_per_block, int(first) * w.warps_per_block + self.per_cluster))
         self.floor[blocks] = self.now
         self.floor_least = int(self.floor.min())
 

@@ -79,7 +79,7 @@ class SharedRaces(Order):
     def _shared(self, w: Wave, threads: Array, index: Any, cells: Array, kind: str, strong: bool) -> None:
         written = self.written.take(cells)
         owners = threads[index]
-        if written.size and int(written.max()) >> TIME > self.floor_least:
+        if self._may_race(written):
             self._check_writers(w, owners, cells, written, kind, strong, index)
         if kind == "read":
             if not strong:
@@ -90,6 +90,12 @@ class SharedRaces(Order):
         if self.reading is not None:
             self._check_reading(w, owners, cells * self.granule >> 4)
         self.written[cells] = (self.now << TIME | strong << STRONG) + owners + 1
+
+    def _may_race(self, written: Array) -> bool:
+        """Whether some of these writes came after the last barrier, or are asynchronous, which no barrier waits for."""
+        if not written.size:
+            return False
+        return int(written.max()) >> TIME > self.floor_least or (self.agents > 0 and bool((written >> ASYNC & 1).any()))
 
     def _check_writers(
         self, w: Wave, threads: Array, cells: Array, written: Array, kind: str, strong: bool, index: Any = None
@@ -195,7 +201,7 @@ class SharedRaces(Order):
         self.tick()
         rows = pieces >> 4
         written = self.written.reshape(-1, 16 // self.granule)[rows]
-        if int(written.max()) >> TIME > self.floor_least:
+        if self._may_race(written):
             cells = self._granules(rows)
             flat = written.reshape(-1)
             others = np.where((flat & THREAD) - 1 == w.threads + agent, 0, flat)
