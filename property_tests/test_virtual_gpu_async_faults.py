@@ -1,4 +1,4 @@
-"""Planted faults of asynchronous kernels (copies, mbarriers, proxies, matrix products, tensor memory) are reported.
+"""Planted faults of asynchronous kernels (copies, mbarriers, proxies, products, tensor memory) are reported by line.
 
 The kernel without faults is clean under every schedule tried; each fault is one edit of its text.
 """
@@ -119,57 +119,62 @@ DONE:
 
 @dataclass(frozen=True)
 class Edit:
-    """A fault: text that is replaced, and what must be reported. always: under every schedule."""
+    """A fault: text that is replaced, what must be reported, and parts of the lines that may be blamed."""
 
     name: str
     old: str
     new: str
     kinds: tuple[str, ...]
-    line: str = ""
+    lines: tuple[str, ...]
 
 
 TRY = "mbarrier.try_wait.parity.shared.b64 %q,"
+WAITS = (f"{TRY} [%r8]", f"{TRY} [%r9]")
+COPY = "cp.async.bulk.tensor.2d.shared::cta.global"
+PRODUCT = "wgmma.mma_async"
+STORE = "cp.async.bulk.tensor.1d.global.shared::cta"
+ANNOUNCE = "mbarrier.arrive.expect_tx"
 HOPPER_FAULTS = [
-    Edit("copy_announces_too_few_bytes", "[%r9], 4096", "[%r9], 2048", ("deadlock",)),
-    Edit("copy_announces_too_many_bytes", "[%r9], 4096", "[%r9], 8192", ("deadlock",)),
-    Edit("barrier_counts_one_arrival_too_many", "[%r3], 128;", "[%r3], 129;", ("deadlock",)),
-    Edit("barrier_counts_half_of_the_arrivals", "[%r3], 128;", "[%r3], 64;", ("mbarrier", "race", "deadlock")),
-    Edit("barrier_never_initialised", "@%first mbarrier.init.shared.b64 [%r2+8], 1;", "", ("mbarrier",)),
-    Edit("initialisation_not_published", "[%r3+8], 128;\n    bar.sync 0;", "[%r3+8], 128;", ("mbarrier", "race")),
+    Edit("copy_announces_too_few_bytes", "[%r9], 4096", "[%r9], 2048", ("deadlock",), WAITS),
+    Edit("copy_announces_too_many_bytes", "[%r9], 4096", "[%r9], 8192", ("deadlock",), WAITS),
+    Edit("barrier_counts_one_arrival_too_many", "[%r3], 128;", "[%r3], 129;", ("deadlock",), WAITS),
+    Edit("barrier_counts_half_of_the_arrivals", "[%r3], 128;", "[%r3], 64;", ("mbarrier", "race", "deadlock"), (COPY, PRODUCT, *WAITS)),
+    Edit("barrier_never_initialised", "@%first mbarrier.init.shared.b64 [%r2+8], 1;", "", ("mbarrier",), (ANNOUNCE, *WAITS)),
+    Edit("initialisation_not_published", "[%r3+8], 128;\n    bar.sync 0;", "[%r3+8], 128;", ("mbarrier", "race"), (ANNOUNCE, *WAITS)),
     Edit("producer_never_waits_for_an_empty_slot", f"{TRY} [%r8], %r10;\n    @!%q bra EMPTY;", "",
-         ("race", "mbarrier", "uninitialised", "deadlock")),
+         ("race", "mbarrier", "uninitialised", "deadlock"), (COPY, PRODUCT, ANNOUNCE, *WAITS, "bar.sync 1, 128;")),
     Edit("producer_tries_once_for_an_empty_slot", "[%r8], %r10;\n    @!%q bra EMPTY;", "[%r8], %r10;",
-         ("race", "mbarrier", "uninitialised", "deadlock")),
-    Edit("producer_waits_with_the_wrong_phase", "xor.b32 %r10, %r10, 1;", "xor.b32 %r10, %r10, 0;", ("deadlock",)),
+         ("race", "mbarrier", "uninitialised", "deadlock"), (COPY, PRODUCT, ANNOUNCE, *WAITS, "bar.sync 1, 128;")),
+    Edit("producer_waits_with_the_wrong_phase", "xor.b32 %r10, %r10, 1;", "xor.b32 %r10, %r10, 0;", ("deadlock",), WAITS),
     Edit("consumer_waits_with_the_wrong_phase", "add.u32 %r8, %r3, %r7;\n    shr.u32 %r10, %r5, 1;\n    and",
          "add.u32 %r8, %r3, %r7;\n    shr.u32 %r10, %r5, 1;\n    xor.b32 %r10, %r10, 1;\n    and",
-         ("race", "uninitialised", "deadlock")),
-    Edit("consumer_does_not_wait", f"{TRY} [%r9], %r10;\n    @!%q bra FULL;", "", ("race", "uninitialised")),
-    Edit("consumer_tries_once", "@!%q bra FULL;", "", ("race", "uninitialised")),
+         ("race", "uninitialised", "deadlock"), (PRODUCT, COPY, *WAITS)),
+    Edit("consumer_does_not_wait", f"{TRY} [%r9], %r10;\n    @!%q bra FULL;", "", ("race", "uninitialised"), (PRODUCT, COPY)),
+    Edit("consumer_tries_once", "@!%q bra FULL;", "", ("race", "uninitialised"), (PRODUCT, COPY)),
     Edit("slot_released_before_the_product_has_read",
          "wgmma.wait_group.sync.aligned 0;\n    mbarrier.arrive.shared.b64 _, [%r8];",
-         "mbarrier.arrive.shared.b64 _, [%r8];\n    wgmma.wait_group.sync.aligned 0;", ("race",)),
-    Edit("accumulators_read_before_the_wait", "wgmma.wait_group.sync.aligned 0;", "", ("in_flight", "race")),
+         "mbarrier.arrive.shared.b64 _, [%r8];\n    wgmma.wait_group.sync.aligned 0;", ("race",), (COPY,)),
+    Edit("accumulators_read_before_the_wait", "wgmma.wait_group.sync.aligned 0;", "", ("in_flight", "race"), (COPY, "st.shared.v2.b32 [%r13]")),
     Edit("stale_stage", "shl.b32 %r11, %r6, 12;\n    add.u32 %r11, %r1, %r11;\n    shr.u32 %r12, %r11, 4;",
          "xor.b32 %r11, %r6, 1;\n    shl.b32 %r11, %r11, 12;\n    add.u32 %r11, %r1, %r11;\n    shr.u32 %r12, %r11, 4;",
-         ("race", "uninitialised")),
-    Edit("no_proxy_fence_before_the_store", "fence.proxy.async.shared::cta;", "", ("proxy",)),
-    Edit("no_barrier_before_the_store", "bar.sync 1, 128;", "", ("race", "uninitialised")),
-    Edit("buffer_reused_before_the_store_has_read", "cp.async.bulk.wait_group.read 0;", "", ("race",)),
-    Edit("store_never_committed", "cp.async.bulk.commit_group;\n    cp", "cp", ("race", "uncommitted")),
+         ("race", "uninitialised"), (PRODUCT, COPY)),
+    Edit("no_proxy_fence_before_the_store", "fence.proxy.async.shared::cta;", "", ("proxy",), (STORE,)),
+    Edit("no_barrier_before_the_store", "bar.sync 1, 128;", "", ("race", "uninitialised"), (STORE,)),
+    Edit("buffer_reused_before_the_store_has_read", "cp.async.bulk.wait_group.read 0;", "", ("race",), ("st.shared.b32 [%r4], %zero;",)),
+    Edit("store_never_committed", "cp.async.bulk.commit_group;\n    cp", "cp", ("race", "uncommitted"), ("st.shared.b32 [%r4], %zero;",)),
     Edit("copy_to_a_misaligned_tile", "add.u32 %r11, %r1, %r11;\n    shl.b32 %r12, %r5, 6;",
-         "add.u32 %r11, %r1, %r11;\n    add.u32 %r11, %r11, 64;\n    shl.b32 %r12, %r5, 6;", ("misaligned",)),
+         "add.u32 %r11, %r1, %r11;\n    add.u32 %r11, %r11, 64;\n    shl.b32 %r12, %r5, 6;", ("misaligned",), (COPY,)),
     Edit("copy_past_shared_memory", "add.u32 %r11, %r1, %r11;\n    shl.b32 %r12, %r5, 6;",
          "add.u32 %r11, %r1, %r11;\n    add.u32 %r11, %r11, 8192;\n    shl.b32 %r12, %r5, 6;",
-         ("out_of_bounds", "mbarrier", "race")),
+         ("out_of_bounds", "mbarrier", "race"), (COPY,)),
     Edit("copy_signals_another_barrier", "[%from, {%zero, %r12}], [%r9];", "[%from, {%zero, %r12}], [%r8];",
-         ("deadlock", "mbarrier", "race")),
+         ("deadlock", "mbarrier", "race"), WAITS),
     Edit("wrong_rank", "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r11], "
          "[%from, {%zero, %r12}]", "cp.async.bulk.tensor.1d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r11], "
-         "[%from, {%r12}]", ("tensor_map",)),
-    Edit("barrier_not_aligned", "mov.u32 %r2, full;", "mov.u32 %r2, full; add.u32 %r2, %r2, 4;", ("misaligned",)),
+         "[%from, {%r12}]", ("tensor_map",), ("cp.async.bulk.tensor.1d.shared::cta.global",)),
+    Edit("barrier_not_aligned", "mov.u32 %r2, full;", "mov.u32 %r2, full; add.u32 %r2, %r2, 4;", ("misaligned",), ("mbarrier.init",)),
     Edit("descriptor_past_shared_memory", "or.b64 %da, %da, 0x8000002000000000;", "or.b64 %da, %da, 0x8000002000003fff;",
-         ("out_of_bounds",)),
+         ("out_of_bounds",), (PRODUCT,)),
 ]  # fmt: skip
 
 
@@ -199,19 +204,27 @@ def test_pipeline_is_clean_and_right(schedule: str | int) -> None:
             assert out[2 * t + d] == wanted[row, column]
 
 
-def reported(text: str, schedule: str | int) -> list[str]:
-    with virtual_gpu("sm_90a", schedule=schedule, instruction_budget=20_000) as gpu:
+def reported(fault: Edit, arch: str, text: str, schedule: str | int) -> list[str]:
+    """The kinds of what a schedule shows of a fault; what is reported as this fault blames one of its lines."""
+    text = text.replace(fault.old, fault.new)
+    with virtual_gpu(arch, schedule=schedule, instruction_budget=20_000) as gpu:
         with contextlib.suppress(VirtualGPUError):
-            hopper(gpu, text)
-        return [f.kind for f in gpu.findings]
+            (hopper if arch == "sm_90a" else blackwell)(gpu, text)
+        findings = gpu.findings
+    for finding in findings:
+        line = text.split("\n")[(finding.line or 1) - 1]
+        if finding.kind in fault.kinds:
+            assert any(part in line for part in fault.lines), (finding, line)
+        if finding.kind == "deadlock":
+            assert f"at line {finding.line} wait for" in finding.message
+    return [f.kind for f in findings]
 
 
 @pytest.mark.parametrize("fault", HOPPER_FAULTS, ids=[f.name for f in HOPPER_FAULTS])
 def test_planted_fault_of_a_pipeline_is_reported(fault: Edit) -> None:
     """Fault: a broken pipeline passes under all of a handful of schedules."""
     assert HOPPER.count(fault.old) >= 1, "the edit does not apply"
-    text = HOPPER.replace(fault.old, fault.new)
-    kinds = {s: reported(text, s) for s in ("fast", 0, 1, 2, 3, 4)}
+    kinds = {s: reported(fault, "sm_90a", HOPPER, s) for s in ("fast", 0, 1, 2, 3, 4)}
     assert any(set(k) & set(fault.kinds) for k in kinds.values()), kinds
     # Whatever schedule sees the kernel, no other kind of finding is made up.
     for k in kinds.values():
@@ -282,24 +295,25 @@ WAIT:
 LOADED = "tcgen05.ld.sync.aligned.32x32b.x8.b32 {%d0, %d1, %d2, %d3, %d4, %d5, %d6, %d7}, [%r5];"
 BLACKWELL_FAULTS = [
     Edit("tensor_memory_leak", "@%warp0 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %t, 32;", "", ("tensor_memory",),
-         "tcgen05.alloc"),
-    Edit("unallocated_column", "mov.u32 %id,", "add.u32 %t, %t, 64;\n    mov.u32 %id,", ("tensor_memory",), "tcgen05.mma"),
+         ("tcgen05.alloc",)),
+    Edit("unallocated_column", "mov.u32 %id,", "add.u32 %t, %t, 64;\n    mov.u32 %id,", ("tensor_memory",), ("tcgen05.mma",)),
     Edit("freed_twice", "@%warp0 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %t, 32;",
          "@%warp0 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %t, 32;\n"
-         "    @%warp0 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %t, 32;", ("tensor_memory",), "tcgen05.dealloc"),
-    Edit("columns_not_a_power_of_two", "[%r2], 32;", "[%r2], 48;", ("tensor_memory",), "tcgen05.alloc"),
-    Edit("accumulator_read_before_the_commit", f"{TRY} [%r1], 0;\n    @!%q bra WAIT;", "", ("race",), "tcgen05.ld"),
-    Edit("no_commit", "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];", "", ("deadlock",)),
-    Edit("column_never_written", LOADED, "add.u32 %r5, %r5, 16;\n    " + LOADED, ("uninitialised",), "tcgen05.ld"),
-    Edit("lanes_of_another_warp", "and.b32 %r5, %r5, 0x600000;", "and.b32 %r5, %r5, 0x200000;", ("tensor_memory",), "tcgen05.ld"),
-    Edit("accumulator_that_holds_nothing", "setp.ne.u32 %q, 0, 0;", "setp.eq.u32 %q, 0, 0;", ("uninitialised",), "tcgen05.mma"),
-    Edit("no_proxy_fence", "fence.proxy.async.shared::cta;", "", ("proxy",), "tcgen05.mma"),
+         "    @%warp0 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %t, 32;", ("tensor_memory",), ("tcgen05.dealloc",)),
+    Edit("columns_not_a_power_of_two", "[%r2], 32;", "[%r2], 48;", ("tensor_memory",), ("tcgen05.alloc",)),
+    Edit("accumulator_read_before_the_commit", f"{TRY} [%r1], 0;\n    @!%q bra WAIT;", "", ("race",), ("tcgen05.ld",)),
+    Edit("no_commit", "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r1];", "", ("deadlock",), (TRY,)),
+    Edit("column_never_written", LOADED, "add.u32 %r5, %r5, 16;\n    " + LOADED, ("uninitialised",), ("tcgen05.ld",)),
+    Edit("lanes_of_another_warp", "and.b32 %r5, %r5, 0x600000;", "and.b32 %r5, %r5, 0x200000;", ("tensor_memory",), ("tcgen05.ld",)),
+    Edit("accumulator_that_holds_nothing", "setp.ne.u32 %q, 0, 0;", "setp.eq.u32 %q, 0, 0;", ("uninitialised",), ("tcgen05.mma",)),
+    Edit("no_proxy_fence", "fence.proxy.async.shared::cta;", "", ("proxy",), ("tcgen05.mma",)),
     Edit("no_barrier_after_filling", "bar.sync 0;\n    ld.shared.b32 %t", "bar.warp.sync -1;\n    ld.shared.b32 %t",
-         ("race", "uninitialised", "mbarrier", "tensor_memory")),
-    Edit("freed_while_others_read", "bar.sync 0;\n    @%warp0 tcgen05.dealloc", "@%warp0 tcgen05.dealloc", ("tensor_memory", "race")),
+         ("race", "uninitialised", "mbarrier", "tensor_memory"),
+         ("ld.shared.b32 %t", "tcgen05.mma", "tcgen05.ld", "st.shared.v4", TRY)),
+    Edit("freed_while_others_read", "bar.sync 0;\n    @%warp0 tcgen05.dealloc", "@%warp0 tcgen05.dealloc", ("tensor_memory", "race"), ("tcgen05.ld", "tcgen05.dealloc")),
     Edit("operand_past_shared_memory", "or.b64 %da, %da, 0x8000402000000000;", "or.b64 %da, %da, 0x8000402000003fff;",
-         ("out_of_bounds",), "tcgen05.mma"),
-    Edit("sparse_descriptor", "mov.u32 %id, 0x8020490;", "mov.u32 %id, 0x8020494;", ("descriptor",), "tcgen05.mma"),
+         ("out_of_bounds",), ("tcgen05.mma",)),
+    Edit("sparse_descriptor", "mov.u32 %id, 0x8020490;", "mov.u32 %id, 0x8020494;", ("descriptor",), ("tcgen05.mma",)),
 ]  # fmt: skip
 
 
@@ -331,17 +345,7 @@ def test_blackwell_kernel_is_clean_and_right(schedule: str | int) -> None:
 def test_planted_fault_of_a_blackwell_kernel_is_reported(fault: Edit) -> None:
     """Fault: a misuse of tensor memory or of its barriers passes."""
     assert BLACKWELL.count(fault.old) >= 1, "the edit does not apply"
-    text = BLACKWELL.replace(fault.old, fault.new)
-    kinds = {}
-    for schedule in ("fast", 0, 1, 2, 3):
-        with virtual_gpu("sm_100a", schedule=schedule, instruction_budget=20_000) as gpu:
-            with contextlib.suppress(VirtualGPUError):
-                blackwell(gpu, text)
-            found = gpu.findings
-        kinds[schedule] = [f.kind for f in found]
-        if schedule == "fast" and fault.line:
-            lines = [text.split("\n")[(f.line or 1) - 1] for f in found if f.kind in fault.kinds]
-            assert any(fault.line in line for line in lines), (lines, found)
+    kinds = {s: reported(fault, "sm_100a", BLACKWELL, s) for s in ("fast", 0, 1, 2, 3)}
     assert any(set(k) & set(fault.kinds) for k in kinds.values()), kinds
 
 
