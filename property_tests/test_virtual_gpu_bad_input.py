@@ -60,6 +60,8 @@ def refused(text: str, line: str, **launch: Any) -> str:
         ("max.abs.f32 %f1, %f2, %f3;", ".xorsign and .abs go together"),
         ("fma.rn.ftz.bf16x2 %r1, %r2, %r3, %r4;", "unknown form `fma.rn.ftz.bf16x2`"),
         ("red.acquire.gpu.global.add.u32 [%rd1], %r1;", "unknown form `red.acquire.gpu.global.add.u32`"),
+        ("atom.global.add.s64 %rd1, [%rd2], %rd3;", "sums of 64 bits are .u64"),
+        ("ld.global.nc.lu.b32 %r1, [%rd1];", ".nc goes with weak loads of .global memory, and with .ca, .cg or .cs"),
         ("ld.global.L2::evict_last.b32 %r1, [%rd1];", ".L2::evict_last goes with .v8.b32 and .v4.b64 only"),
         ("st.global.v4.b64 [%rd1], {%rd0, %rd1, %rd2, %rd3};", "accesses of 32 bytes are to global memory, on sm_100a"),
         ("cp.async.cg.shared.global [%r1], [%rd1], 8;", "cp.async.cg copies 16 bytes"),

@@ -109,6 +109,8 @@ def cases() -> Iterator[Case]:
         for name, kind in (("f16", F16), ("bf16", BF16)):
             yield f"cvt.{mode}.{name}.{name}", name, (name,), lambda c, k=kind, m=mode: whole(c, k, m)
         yield f"cvt.{mode}.sat.f16.f16", "f16", ("f16",), lambda c, m=mode: clamped(whole(c, F16, m), F16)
+    yield "cvt.f16.f16", "f16", ("f16",), lambda c: encode(decode(c, F16), F16)
+    yield "cvt.bf16.bf16", "bf16", ("bf16",), lambda c: encode(decode(c, BF16), BF16)
     yield "cvt.sat.f16.f16", "f16", ("f16",), lambda c: clamped(c, F16)
     yield "cvt.sat.f32.f16", "f32", ("f16",), lambda c: clamped(encode(decode(c, F16), F32), F32)
     for mode in ("rn", "rz", "rm", "rp"):

@@ -189,7 +189,9 @@ def cases() -> Iterator[Case]:
     for t in ("u32", "s32", "u64", "s64"):
         for name, text, expect in chains(t):
             yield f"{name}.{t} {text}", t, (t,) * 5, expect
-    yield "fns.b32", "b32", ("b32", "u32", "s32"), nth_bit
+    for offset in (0, 1, 3, -1, -2, -32):
+        text = f"and.b32 {{a1}}, {{a1}}, 63; fns.b32 {{d0}}, {{a0}}, {{a1}}, {offset};"
+        yield text, "b32", ("b32", "u32"), lambda x, base, n=offset: nth_bit(x, base & 63, n)
     for logic in ("or", "and"):
         text = f"lop3.{logic}.b32 {{a0}}|{{d0}}, {{a0}}, {{a1}}, {{a2}}, 0xe8, {{a3}};"
         yield (

@@ -147,6 +147,8 @@ def _build(b: Lowering, m: Modifiers, returns: bool) -> Step:
     size = VIEW[kind].itemsize
     space = space_of(m.space)
     op = m.op
+    if (op, kind) == ("add", "s64"):
+        raise b.fail(f"`{b.ins.name}`: sums of 64 bits are .u64")
     count = m.vec and int(m.vec[1:])
     target = b.operands[0] if returns else None
     rest = b.operands[1:] if returns else b.operands
@@ -192,8 +194,7 @@ def _vector(
 
 
 _INTEGER_FORMS = (
-    "op=add type=u32|s32|u64",
-    "op=min|max type=u32|s32|u64|s64",
+    "op=add|min|max type=u32|s32|u64|s64",
     "op=and|or|xor|exch type=b32|b64",
     "op=inc|dec type=u32",
 )

@@ -121,10 +121,11 @@ def fns(b: Lowering, m: Modifiers) -> Step:
 
     def find(mask: Array, base: Array, offset: Array) -> Array:
         found = np.full(mask.shape, -1, np.int64)
+        # A base past the word finds nothing, whichever way the search would go (seen on an H200).
         position, left = base.astype(np.int64), np.abs(offset.astype(np.int64)) - 1
         left = np.where(offset == 0, 0, left)
         for k in range(32):
-            inside = (position >= 0) & (position < 32) & (found < 0)
+            inside = (position >= 0) & (position < 32) & (base < 32) & (found < 0)
             inside &= (offset != 0) | (k == 0)
             there = inside & ((mask >> (position & 31).astype(np.uint32) & np.uint32(1)) == 1)
             found = np.where(there & (left == 0), position, found)

@@ -116,7 +116,13 @@ def same(b: Lowering, m: Modifiers) -> Step:
 def widen(b: Lowering, m: Modifiers) -> Step:
     source = getattr(m, "from")
     if source == "bf16":
-        return b.alu("f32", ("bf16",), lambda x: (x.astype(np.uint32) << np.uint32(16)).view(np.float32))
+
+        def shifted(x: Array) -> Array:
+            wide = (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+            # Flushing makes NaN canonical (seen on an H200).
+            return floats.canonical(floats.flush(wide)) if m.ftz else wide
+
+        return b.alu("f32", ("bf16",), shifted)
     table = decoder("f16")
     return b.alu("f32", ("f16",), (lambda x: floats.saturate(table(x))) if m.sat else table)
 
@@ -135,7 +141,7 @@ def _half_to_double(x: Array) -> Array:
 def to_double(b: Lowering, m: Modifiers) -> Step:
     source = getattr(m, "from")
     widened: dict[str, Callable[[Array], Array]] = {
-        "f32": lambda x: (floats.flush(x) if m.ftz else x).astype(np.float64),
+        "f32": lambda x: (floats.canonical(floats.flush(x)) if m.ftz else x).astype(np.float64),
         "f16": _half_to_double,
         "bf16": lambda x: (x.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64),
     }
@@ -180,8 +186,8 @@ def same_half(b: Lowering, m: Modifiers) -> Step:
     table, fmt = decoder(kind), FORMATS[kind]
 
     def convert(codes: Array) -> Array:
-        if m.rnd:
-            codes = encode(floats.round_integral(table(codes), m.rnd), fmt).astype(np.uint16)
+        values = table(codes)
+        codes = encode(floats.round_integral(values, m.rnd) if m.rnd else values, fmt).astype(np.uint16)
         return saturated(kind, codes) if m.sat else codes
 
     return b.alu(kind, (kind,), convert)

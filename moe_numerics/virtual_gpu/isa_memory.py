@@ -35,12 +35,13 @@ def _checked(b: Lowering, m: Modifiers) -> None:
     whole = VIEW[m.type].itemsize * int(m.vec[1:] if m.vec else 1) == 32
     if whole and (m.space not in (None, "global") or b.program.arch == "sm_90a"):
         raise b.fail(f"`{b.ins.name}`: accesses of 32 bytes are to global memory, on sm_100a")
+    if m.nc and (m.space != "global" or m.sem not in (None, "weak") or m.cop not in (None, "ca", "cg", "cs")):
+        raise b.fail(f"`{b.ins.name}`: .nc goes with weak loads of .global memory, and with .ca, .cg or .cs")
     if (m.l2 or "").startswith("L2::evict") and not whole:
         raise b.fail(f"`{b.ins.name}`: .{m.l2} goes with .v8.b32 and .v4.b64 only")
 
 
-@instruction(f"ld {_LOADED} {_SCOPE} space?={_SPACES} cop?=ca|cg|cs|lu|cv {_READ_LEVEL} vec?=v2|v4 {_TYPES}")
-@instruction(f"ld sem?=weak space=global .nc cop?=ca|cg|cs {_READ_LEVEL} vec?=v2|v4 {_TYPES}")
+@instruction(f"ld {_LOADED} {_SCOPE} space?={_SPACES} .nc? cop?=ca|cg|cs|lu|cv {_READ_LEVEL} vec?=v2|v4 {_TYPES}")
 @instruction(f"ld sem?=weak space=global cop=ca|cg|cs .nc {_READ_LEVEL} vec?=v2|v4 {_TYPES}")
 @instruction(f"ld sem=mmio .relaxed scope=sys space?=global {_TYPES}")
 @instruction(
