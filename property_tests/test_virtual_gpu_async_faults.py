@@ -173,6 +173,10 @@ HOPPER_FAULTS = [
          "[%from, {%zero, %r12}]", "cp.async.bulk.tensor.1d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r11], "
          "[%from, {%r12}]", ("tensor_map",), ("cp.async.bulk.tensor.1d.shared::cta.global",)),
     Edit("barrier_not_aligned", "mov.u32 %r2, full;", "mov.u32 %r2, full; add.u32 %r2, %r2, 4;", ("misaligned",), ("mbarrier.init",)),
+    Edit("wrong_swizzle", "or.b64 %da, %da, 0x8000002000000000;", "or.b64 %da, %da, 0x4000002000000000;", ("swizzle",),
+         (PRODUCT,)),
+    Edit("no_swizzle", "or.b64 %da, %da, 0x8000002000000000;", "or.b64 %da, %da, 0x0000002000000000;", ("swizzle",),
+         (PRODUCT,)),
     Edit("descriptor_past_shared_memory", "or.b64 %da, %da, 0x8000002000000000;", "or.b64 %da, %da, 0x8000002000003fff;",
          ("out_of_bounds",), (PRODUCT,)),
 ]  # fmt: skip

@@ -163,7 +163,7 @@ def _start_load(
         signals.append((pieces + shift, into))
         barrier = w.mbarriers.get(into, thread, "a tensor copy's completion")
         if w.tracker is not None:
-            w.tracker.async_write(w, thread, barrier.agent, pieces + shift)
+            w.tracker.async_write(w, thread, barrier.agent, pieces + shift, described.swizzle)
 
     def write(data: Array) -> None:
         for where, into in signals:

@@ -258,7 +258,8 @@ def copy(b: Lowering, m: Modifiers) -> Step:
             operation = Operation(read, write, b.ins)
             if w.tracker is not None:
                 for block in blocks:
-                    operation.done.append(w.tracker.async_read(w, t, where.reshape(-1) + block * w.shared_stride))
+                    moved = where.reshape(-1) + block * w.shared_stride
+                    operation.done.append(w.tracker.async_read(w, t, moved, described.swizzle))
             w.tensor_queues[t].append(operation)
             w.tensor_uncommitted.setdefault(t, []).append(operation)
             w.pending.issue(operation)

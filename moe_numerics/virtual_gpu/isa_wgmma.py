@@ -195,14 +195,15 @@ def _note_reads(
         for bits, rows, transposed in ((a_bits, 64, transpose_a), (b_bits, shape.columns, transpose_b)):
             if bits is None:
                 continue
-            where = pieces(wgmma_descriptor(int(bits[n])), rows, 32, transposed)
+            described = wgmma_descriptor(int(bits[n]))
+            where = pieces(described, rows, 32, transposed)
             check_bounds(w, where, t)
             if bits is a_bits:
                 quarter = (t % w.per_block) // 32 % 4
                 # Its own 16 rows, which are two pieces of eight along M in a transposed tile.
                 mine = slice(2 * quarter, 2 * quarter + 2) if transposed else slice(16 * quarter, 16 * quarter + 16)
                 where = where[:, mine] if transposed else where[mine]
-            done.append(w.tracker.async_read(w, t, where.reshape(-1) + base))
+            done.append(w.tracker.async_read(w, t, where.reshape(-1) + base, described.swizzle))
 
 
 def _multiply(

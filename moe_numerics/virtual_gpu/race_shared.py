@@ -54,6 +54,8 @@ class SharedRaces(Order):
         # Pieces of 16 bytes that asynchronous operations read, and when their issuer knew that they were over.
         self.reading: Array | None = None
         self.reading_line = np.zeros(0, np.int32)
+        # How the last tensor copy into each piece swizzled it.
+        self.swizzles: Array | None = None
         # Reads are kept aside until a write may meet them; a barrier of all threads makes them harmless.
         self.pending: list[tuple[Array, Array, int]] = []
 
@@ -196,10 +198,16 @@ class SharedRaces(Order):
         self.agents += 1
         return self.agents - 1
 
-    def async_write(self, w: Wave, thread: int, agent: int, pieces: Array) -> None:
-        """A copy issued by `thread` writes 16-byte pieces (offsets in the shared buffer) on behalf of an agent."""
+    def async_write(self, w: Wave, thread: int, agent: int, pieces: Array, swizzle: int = 0) -> None:
+        """A copy issued by `thread` writes 16-byte pieces (offsets in the shared buffer) on behalf of an agent.
+
+        swizzle: how it orders them, as in a tensor map.
+        """
         self.tick()
         rows = pieces >> 4
+        if self.swizzles is None:
+            self.swizzles = np.zeros(self.written.size * self.granule // 16, np.int8)
+        self.swizzles[rows] = swizzle
         written = self.written.reshape(-1, 16 // self.granule)[rows]
         if self._may_race(written):
             cells = self._granules(rows)
@@ -233,13 +241,16 @@ class SharedRaces(Order):
         each = 16 // self.granule
         return (rows[:, None] * each + np.arange(each)).reshape(-1)
 
-    def async_read(self, w: Wave, thread: int, pieces: Array) -> Callable[[], None]:
+    def async_read(self, w: Wave, thread: int, pieces: Array, swizzle: int | None = None) -> Callable[[], None]:
         """An asynchronous operation issued by `thread` reads 16-byte pieces through the async proxy.
 
+        swizzle: in which order it takes the pieces that a copy swizzled; None: in any.
         Gives what to call when the thread knows that the read is over; until then nobody may write there.
         """
         self.tick()
         rows = pieces >> 4
+        if swizzle is not None and self.swizzles is not None:
+            self._check_swizzle(w, thread, rows, swizzle)
         written = self.written.reshape(-1, 16 // self.granule)[rows].reshape(-1)
         if int(written.max()) >> TIME > self.start_time:
             # A copy writes many granules in one go: the first of each run of equal writes stands for the others.
@@ -268,6 +279,28 @@ class SharedRaces(Order):
             self.async_latest[rows] = self.now
 
         return over
+
+    def _check_swizzle(self, w: Wave, thread: int, rows: Array, swizzle: int) -> None:
+        """A descriptor that swizzles otherwise than the tensor copy that filled its tile.
+
+        A copy that does not swizzle may bring what is swizzled already.
+        """
+        assert self.swizzles is not None
+        found = self.swizzles[rows]
+        at = np.flatnonzero((found != 0) & (found != swizzle))
+        if not at.size:
+            return
+        written = self.written.reshape(-1, 16 // self.granule)[rows[at], 0]
+        at = at[written >> ASYNC & 1 == 1]
+        if at.size:
+            row, names = int(rows[at[0]]), ("no", "a 32-byte", "a 64-byte", "a 128-byte")
+            line = self.lines[int(self.written[row * 16 // self.granule]) >> TIME]
+            self._add(
+                w, ("swizzle", w.line, line),
+                f"the descriptor has {names[swizzle]} swizzle, but the copy of line {line} filled the tile with "
+                f"{names[int(self.swizzles[row])]} one",
+                thread, row * 16 % w.shared_stride, "swizzle",
+            )  # fmt: skip
 
     def _check_reading(self, w: Wave, threads: Array, rows: Array) -> None:
         """A write where an asynchronous operation reads, or has read with nothing to order the two."""
