@@ -1,14 +1,15 @@
-"""Figures that describe the formats on Gaussian data, recomputed: signal to noise, saturation, ties, rounding
-orders.
+"""Figures that describe the formats on Gaussian data, recomputed: signal to noise, saturation, ties, rounding orders,
+accumulation.
 
-They were first computed with separate NumPy code on 4096 x 4096 values; agreement to the digits given shows
-that neither code drifted. By default fewer rows are taken and the figures must agree within sampling error;
-the Hypothesis profile "thorough" takes all rows and asks for every digit.
+They were first computed with separate code. Most are of `torch.randn` of 4096 x 4096 values from seed 0: the Hypothesis
+profile "thorough" takes those and asks for every digit; by default the first 256 rows must agree within sampling error.
+Figures whose draws were not recorded are held to the spread of such draws, and their tests say so.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from decimal import ROUND_HALF_UP, Decimal
 from functools import partial
@@ -24,8 +25,13 @@ from moe_numerics.reference.quantized import Quantized
 
 THOROUGH = settings.get_current_profile_name() == "thorough"
 ROWS = 4096 if THOROUGH else 256
-# Standard error of a decibel figure from n squared errors whose relative spread is about 2.5.
-DECIBELS = 0.006 if THOROUGH else 5 * 4.35 * 2.5 / math.sqrt(ROWS * 4096)
+# Five standard errors of a decibel figure from n squared errors whose relative spread is about 2.5.
+DECIBELS = 5 * 4.35 * 2.5 / math.sqrt(ROWS * 4096)
+
+
+def torch_version() -> tuple[int, ...]:
+    """Major and minor number."""
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +39,12 @@ def gaussian() -> torch.Tensor:
     return torch.randn(4096, 4096, generator=torch.Generator().manual_seed(0))[:ROWS].contiguous()
 
 
+def mean_square(x: torch.Tensor, back: torch.Tensor) -> float:
+    return (back.to(torch.float64) - x.to(torch.float64)).square().mean().item()
+
+
 def decibels(x: torch.Tensor, back: torch.Tensor) -> float:
-    noise = (back.to(torch.float64) - x.to(torch.float64)).square().mean().item()
-    return 10 * math.log10(x.to(torch.float64).square().mean().item() / noise)
+    return 10 * math.log10(x.to(torch.float64).square().mean().item() / mean_square(x, back))
 
 
 def saturating_share(x: torch.Tensor, quantized: Quantized) -> float:
@@ -46,137 +55,203 @@ def saturating_share(x: torch.Tensor, quantized: Quantized) -> float:
 
 
 def share_tolerance(share: float, count: int) -> float:
-    return 0.0005 if THOROUGH else 5 * math.sqrt(share * (1 - share) / count)
+    """Five standard errors of a share of `count` independent blocks or elements."""
+    return 5 * math.sqrt(share * (1 - share) / count)
+
+
+def has_digits(value: float, recorded: str) -> bool:
+    """Whether a value rounds to the recorded figure."""
+    return Decimal(value).quantize(Decimal(recorded), ROUND_HALF_UP) == Decimal(recorded)
+
+
+def assert_agrees(value: float, recorded: str, tolerance: float) -> None:
+    """In the thorough profile to every digit of the record, else within `tolerance`."""
+    agrees = has_digits(value, recorded) if THOROUGH else abs(value - float(recorded)) <= tolerance
+    assert agrees, f"{value:.6g} where {recorded} is recorded"
+
+
+def assert_noise(x: torch.Tensor, back: torch.Tensor, signal_to_noise: str, error: str) -> None:
+    """The signal to noise in decibels and the mean square error, of values whose mean square is about 1."""
+    assert_agrees(decibels(x, back), signal_to_noise, DECIBELS)
+    # A decibel is 23 % of a square.
+    assert_agrees(mean_square(x, back), error, (0.23 * DECIBELS + 0.01) * float(error))
 
 
 @pytest.mark.parametrize(
-    ("element", "rule", "expected", "saturating", "loss"),
+    ("element", "rule", "signal_to_noise", "error", "saturating", "loss"),
     [
-        (E4M3, "floor", 30.65, 0.169, 0.125),
-        (E4M3, "even", 31.18, 0.119, 0.097),
-        (E4M3, "rceil", 31.52, 0.0, 0.059),
-        (E4M3, "ceil", 31.52, 0.0, 0.059),
-        (E5M2, "rceil", 25.54, 0.0, 0.111),
-        (E2M1, "floor", 18.79, 0.296, 0.25),
-        (E2M1, "rceil", 18.75, 0.0, 0.20),
-        (E2M1, "ceil", 16.82, 0.0, 0.20),
-        (E2M1, "even", 19.02, 0.127, 0.20),
+        (E4M3, "floor", "30.65", "8.62e-4", "0.169", "0.125"),
+        (E4M3, "even", "31.18", "7.63e-4", "0.119", "0.097"),
+        (E4M3, "rceil", "31.52", "7.05e-4", "0", "0.059"),
+        (E4M3, "ceil", "31.52", "7.05e-4", "0", "0.059"),
+        (E5M2, "rceil", "25.54", "2.79e-3", "0", "0.111"),
+        (E2M1, "floor", "18.79", "1.32e-2", "0.296", "0.25"),
+        (E2M1, "rceil", "18.75", "1.33e-2", "0", "0.20"),
+        (E2M1, "ceil", "16.82", "2.08e-2", "0", "0.20"),
+        (E2M1, "even", "19.02", "1.25e-2", "0.127", "0.20"),
     ],
     ids=str,
 )
 def test_mx_scale_rules(
-    gaussian: torch.Tensor, element: FloatFormat, rule: str, expected: float, saturating: float, loss: float
+    gaussian: torch.Tensor,
+    element: FloatFormat,
+    rule: str,
+    signal_to_noise: str,
+    error: str,
+    saturating: str,
+    loss: str,
 ) -> None:
-    """Signal to noise, share of saturating blocks and worst loss on a block's maximum, for each scale
-    rule.
-    """
+    """Signal to noise, mean square error, share of saturating blocks and worst loss on a block's maximum."""
     quantized = mxfp8.quantize(gaussian, -1, element, Contract(scale_rule=rule))
     back = quantized.dequantize()
-    assert abs(decibels(gaussian, back) - expected) <= DECIBELS
+    assert_noise(gaussian, back, signal_to_noise, error)
     share = saturating_share(gaussian, quantized)
-    assert abs(share - saturating) <= share_tolerance(saturating, ROWS * 128)
+    if saturating == "0":
+        assert share == 0
+    else:
+        assert_agrees(share, saturating, share_tolerance(float(saturating), ROWS * 128))
     blocks, backs = gaussian.reshape(-1, 32), back.reshape(-1, 32)
     at = blocks.abs().argmax(1, keepdim=True)
     largest, kept = blocks.gather(1, at).abs(), backs.gather(1, at).abs()
-    worst = ((largest - kept) / largest).max().item()
-    assert loss - 0.01 <= worst <= loss + 0.0005
+    # The worst of fewer blocks is a little less.
+    assert_agrees(((largest - kept) / largest).max().item(), loss, 0.01)
 
 
 @pytest.mark.parametrize(
-    ("options", "expected", "slack"),
+    ("options", "signal_to_noise", "error"),
     [
-        ({}, 20.44, 0.0),
-        ({"seed": 0}, 17.24, 0.01),
-        ({"block2d": True}, 19.07, 0.0),
-        ({"block2d": True, "seed": 0}, 15.98, 0.01),
-        ({"four_over_six": "mse", "scale_max": 256.0}, 21.21, 0.0),
-        ({"four_over_six": "mae", "scale_max": 256.0}, 21.08, 0.0),
-        ({"four_over_six": "mse", "scale_max": 256.0, "block2d": True}, 19.07, 0.0),
+        ({}, "20.44", "9.05e-3"),
+        ({"block2d": True}, "19.07", "1.24e-2"),
+        ({"four_over_six": "mse", "scale_max": 256.0}, "21.21", "7.57e-3"),
+        ({"four_over_six": "mae", "scale_max": 256.0}, "21.08", "7.80e-3"),
+        ({"four_over_six": "mse", "scale_max": 256.0, "block2d": True}, "19.07", "1.24e-2"),
     ],
     ids=str,
 )
-def test_nvfp4_modes(gaussian: torch.Tensor, options: dict, expected: float, slack: float) -> None:
-    """Signal to noise of 1x16 and 16x16, to nearest and stochastic (whose draws differ: slack), and four over
-    six.
-    """
-    back = nvfp4.quantize(gaussian, -1, **options).dequantize()
-    assert abs(decibels(gaussian, back) - expected) <= DECIBELS + slack
+def test_nvfp4_modes(gaussian: torch.Tensor, options: dict, signal_to_noise: str, error: str) -> None:
+    """Signal to noise and mean square error of 1x16 and 16x16, to nearest, and four over six."""
+    assert_noise(gaussian, nvfp4.quantize(gaussian, -1, **options).dequantize(), signal_to_noise, error)
 
 
-@pytest.mark.parametrize(("error", "expected"), [("mse", 0.45), ("mae", 0.34)])
-def test_share_of_blocks_mapped_to_four(gaussian: torch.Tensor, error: str, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("block2d", "signal_to_noise", "error"), [(False, 17.24, 1.89e-2), (True, 15.98, 2.53e-2)], ids=["1x16", "16x16"]
+)
+def test_nvfp4_rounded_stochastically(
+    gaussian: torch.Tensor, block2d: bool, signal_to_noise: float, error: float
+) -> None:
+    """Within sampling error and half a digit: the recorded draws were of another generator."""
+    back = nvfp4.quantize(gaussian, -1, block2d=block2d, seed=0).dequantize()
+    assert abs(decibels(gaussian, back) - signal_to_noise) <= DECIBELS + 0.005
+    assert abs(mean_square(gaussian, back) - error) <= 0.23 * DECIBELS * error + 0.5e-4
+
+
+@pytest.mark.parametrize(("error", "expected"), [("mse", "0.45"), ("mae", "0.34")])
+def test_share_of_blocks_mapped_to_four(gaussian: torch.Tensor, error: str, expected: str) -> None:
     """How often four over six prefers four."""
     got = nvfp4.quantize(gaussian, -1, four_over_six=error, scale_max=256.0)
     assert got.global_amax is not None
     scale = nvfp4.global_scale(got.global_amax, scale_max=256.0)
     largest = gaussian.reshape(ROWS, -1, 16).abs().amax(2)
     six = E4M3.encode((largest / 6.0) * scale.encode)
-    assert abs((got.scales != six).double().mean().item() - expected) <= 0.01
+    assert_agrees((got.scales != six).double().mean().item(), expected, 0.01)
 
 
 def test_ties_are_common_in_bfloat16(gaussian: torch.Tensor) -> None:
-    """6.25 % of MXFP8 elements lie on a tie, and rounding them away from zero changes 3.26 % of codes; MXFP4
-    1.13 %.
+    """6.25 % of MXFP8 elements are ties, and rounding them away from zero changes 3.26 % of codes.
+
+    MXFP4: 1.13 %, 0.64 %, and 0.48 % toward zero.
     """
     x = gaussian.to(torch.bfloat16).to(torch.float32)
-    for element, ties, differing in ((E4M3, 0.0625, 0.0326), (E2M1, 0.0113, 0.0064)):
+    recorded = {E4M3: ("0.0625", "0.0326", None), E2M1: ("0.0113", "0.0064", "0.0048")}
+    for element, (ties, away, inward) in recorded.items():
         scales = mxfp8.quantize(x, -1, element).scales
         scaled = x * mxfp8.multipliers(scales).repeat_interleave(32, 1)
-        even, away = element.encode(scaled), element.encode(scaled, "nearest_away")
-        low, high = element.encode(scaled, "toward_zero"), element.encode(scaled, "nearest_away")
-        up = element.encode(scaled.abs(), "up")
-        below, above = element.decode(low).abs(), element.decode(up)
+        even, outer = element.encode(scaled), element.encode(scaled, "nearest_away")
+        inner, up = element.encode(scaled, "toward_zero"), element.encode(scaled.abs(), "up")
+        below, above = element.decode(inner).abs(), element.decode(up)
         tie = (below != above) & (scaled.abs() * 2 == below + above)
-        assert abs(tie.double().mean().item() - ties) <= 0.0012
-        assert abs((even != away).double().mean().item() - differing) <= 0.0008
-        assert torch.equal(even != away, tie & (even != high))
+        assert torch.equal(even != outer, tie & (even == inner))
+        shares = ((tie, ties), (even != outer, away), (tie & (even != inner), inward))
+        for differing, share in shares:
+            if share is not None:
+                assert_agrees(differing.double().mean().item(), share, 0.001)
 
 
 def test_orders_of_the_scale_arithmetic() -> None:
-    """b / 6 * g instead of b * (g / 6) changes about one scale byte in a thousand, g / s one encode scale in
-    three.
+    """Shares that another order changes: 1.2e-3 of scale bytes, 3.0e-4 of codes (g / s) and 3.2e-4 (x / (s / g)).
+
+    Means over 200 tensors in bfloat16, whose sizes and draws are not recorded. A scale byte changes only where the
+    tensor's amax puts a bfloat16 number on a tie between two scales: in one tensor of eight, there in about one block
+    of a hundred, and in the others nowhere. So the means of two sets of 200 differ by a third, and the recorded ones
+    must lie within three of the standard errors that these tensors have.
     """
-    generator = torch.Generator().manual_seed(0)
-    n = 400_000
-    largest = torch.rand(n, generator=generator).add(1).to(torch.bfloat16).to(torch.float32)
-    block = largest * torch.rand(n, generator=generator).to(torch.bfloat16).to(torch.float32)
-    scale = nvfp4.global_scale(largest)
-    codes = nvfp4.block_scale_codes(block, scale)
+    x = torch.randn(200, 1024, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16).float()
+    scale = nvfp4.global_scale(x.abs().amax((1, 2), keepdim=True))
+    block = x.abs().amax(2, keepdim=True)
+    scales = nvfp4.block_scale_codes(block, scale)
     other = nvfp4.block_scale_codes(block, scale, Contract(nvfp4_block_scale="divided_amax_times_scale"))
-    assert 0.0003 <= (codes != other).double().mean().item() <= 0.003
-    factor = nvfp4.multipliers(codes, scale)
-    divided = nvfp4.multipliers(codes, scale, Contract(nvfp4_multiplier="encode_scale_over_block_scale"))
-    assert 0.25 <= (factor != divided).double().mean().item() <= 0.35
+    codes = E2M1.encode(x * nvfp4.multipliers(scales, scale))
+    quotient = nvfp4.multipliers(scales, scale, Contract(nvfp4_multiplier="encode_scale_over_block_scale"))
+    divided = x / (E4M3.decode(scales) * scale.decode)
+    changed = {
+        1.2e-3: scales != other,
+        3.0e-4: codes != E2M1.encode(x * quotient),
+        3.2e-4: codes != E2M1.encode(divided),
+    }
+    for recorded, differing in changed.items():
+        shares = differing.double().mean((1, 2))
+        error = shares.std().item() / math.sqrt(len(shares))
+        assert error <= recorded / 3
+        assert abs(shares.mean().item() - recorded) <= 3 * error
+    shares = changed[1.2e-3].double().mean((1, 2))
+    assert (shares == 0).double().mean() >= 0.8
+    assert shares[shares > 0].mean() >= 5e-3
 
 
 def test_rounding_the_block_scale_pushes_maxima_past_six(gaussian: torch.Tensor) -> None:
-    """In 52 % of blocks the maximum lies above 6 after scaling, at most at 6 * 17/16 = 6.375.
+    """In 52 % of blocks the maximum lies above 6 after scaling, at most at 6.36 where 6 * 17/16 = 6.375 can be.
 
-    The share moves by up to 2 % with where the tensor's amax puts the blocks between E4M3 codes.
+    3.5 % of elements clip and lose 2.2 % on average, so stochastic rounding is not unbiased there. The share of blocks
+    moves by up to 2 % with where the tensor's amax puts them between E4M3 codes.
     """
-    got = nvfp4.quantize(gaussian, -1)
+    x = gaussian.to(torch.bfloat16).to(torch.float32)
+    got = nvfp4.quantize(x, -1)
     assert got.global_amax is not None
-    scale = nvfp4.global_scale(got.global_amax)
-    scaled = gaussian.reshape(ROWS, -1, 16).abs().amax(2) * nvfp4.multipliers(got.scales, scale)
-    assert abs((scaled > 6).double().mean().item() - 0.52) <= 0.02
-    assert 6.3 <= scaled.max() <= 6.375 * (1 + 2.0**-20)
+    factor = nvfp4.multipliers(got.scales, nvfp4.global_scale(got.global_amax))
+    scaled = (x.reshape(ROWS, -1, 16) * factor.unsqueeze(2)).abs()
+    assert_agrees((scaled.amax(2) > 6).double().mean().item(), "0.52", 0.02)
+    assert_agrees(scaled.max().item(), "6.36", 0.03)
+    assert scaled.max() <= 6.375 * (1 + 2.0**-20)
+    clipped = scaled > 6
+    assert_agrees(clipped.double().mean().item(), "0.035", 0.0015)
+    assert_agrees((1 - 6 / scaled[clipped]).mean().item(), "0.022", 0.001)
 
 
 def test_rotation_does_not_raise_the_signal_to_noise_of_isolated_outliers() -> None:
-    """One in 256 values 30 times as large: 21.53 dB before the rotation, 19.04 after it."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1024, 1024, generator=generator)
-    x = torch.where(torch.rand(x.shape, generator=generator) < 1 / 256, x * 30, x).to(torch.bfloat16).float()
-    plain = nvfp4.quantize(x, -1).dequantize()
-    turned = hadamard.rotate(x, -1)
-    back = hadamard.rotate_back(nvfp4.quantize(turned, -1).dequantize(), -1)
-    assert abs(decibels(x, plain) - 21.53) <= 0.15
-    assert abs(decibels(x, back) - 19.04) <= 0.15
-    outliers = x.abs() > 6
-    assert abs(decibels(x[~outliers], plain[~outliers]) - 15.46) <= 0.3
-    assert abs(decibels(x[~outliers], back[~outliers]) - 13.26) <= 0.3
-    assert abs(crest_factor(x) - 2.20) <= 0.02
-    assert abs(crest_factor(turned) - 2.07) <= 0.02
+    """One in 256 values 30 times as large: 21.53 dB before the rotation, 19.04 after it; the others 15.46 and 13.26.
+
+    The draws and their number are not recorded. The largest outlier of a matrix decides between which E4M3 codes the
+    block scales lie, so that two of them differ by up to half a decibel; each figure must lie within three standard
+    deviations of those of six matrices, and half a digit.
+    """
+    recorded = (21.53, 19.04, 15.46, 13.26, 2.20, 2.07)
+    figures = []
+    for seed in range(6):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(512, 512, generator=generator)
+        x = torch.where(torch.rand(x.shape, generator=generator) < 1 / 256, x * 30, x).to(torch.bfloat16).float()
+        plain = nvfp4.quantize(x, -1).dequantize()
+        turned = hadamard.rotate(x, -1)
+        back = hadamard.rotate_back(nvfp4.quantize(turned, -1).dequantize(), -1)
+        others = x.abs() <= 6
+        signal_to_noise = [decibels(*pair) for pair in ((x, plain), (x, back))]
+        signal_to_noise += [decibels(x[others], y[others]) for y in (plain, back)]
+        figures.append([*signal_to_noise, crest_factor(x), crest_factor(turned)])
+        assert all(before > after for before, after in zip(figures[-1][::2], figures[-1][1::2], strict=True))
+    for value, own in zip(recorded, zip(*figures, strict=True), strict=True):
+        deviation = statistics.stdev(own)
+        assert deviation <= 0.3
+        assert abs(statistics.mean(own) - value) <= 3 * deviation + 0.005, (value, own)
 
 
 def crest_factor(x: torch.Tensor) -> float:
@@ -191,20 +266,23 @@ def test_scales_rounded_to_the_nearest_power_of_two(gaussian: torch.Tensor) -> N
     largest = blocks.abs().amax(1)
     scale = torch.exp2(torch.log2(largest / 448).round())
     back = E4M3.decode(E4M3.encode((blocks / scale[:, None]).float())).double() * scale[:, None]
-    assert abs(decibels(blocks, back) - 22.50) <= DECIBELS
+    assert_noise(blocks, back, "22.50", "5.63e-3")
     saturating = largest / scale > 448
-    assert abs(saturating.double().mean().item() - 0.596) <= share_tolerance(0.596, ROWS * 128)
+    assert_agrees(saturating.double().mean().item(), "0.596", share_tolerance(0.596, ROWS * 128))
     at = blocks.abs().argmax(1, keepdim=True)
     worst = (1 - back.gather(1, at).abs() / blocks.gather(1, at).abs()).max().item()
-    assert 1 - 1 / math.sqrt(2) - 0.002 <= worst <= 1 - 1 / math.sqrt(2) + 1e-6
+    assert_agrees(worst, "0.2929", 0.002)
+    assert worst <= 1 - 1 / math.sqrt(2) + 1e-6
 
 
 def test_mxfp4_rounded_stochastically(gaussian: torch.Tensor) -> None:
-    """15.67 dB with round-up scales, beside 18.75 to nearest."""
+    """15.67 dB with round-up scales, beside 18.75 to nearest; the recorded draws were of another generator."""
     factor = mxfp8.multipliers(mxfp8.quantize(gaussian, -1, E2M1).scales).repeat_interleave(32, 1)
     bits = torch.randint(0, 1 << 16, gaussian.shape, generator=torch.Generator().manual_seed(1))
     codes = E2M1.encode(gaussian * factor, "stochastic", random_bits=bits, random_width=16)
-    assert abs(decibels(gaussian, E2M1.decode(codes) / factor) - 15.67) <= DECIBELS + 0.01
+    back = E2M1.decode(codes) / factor
+    assert abs(decibels(gaussian, back) - 15.67) <= DECIBELS + 0.005
+    assert abs(mean_square(gaussian, back) - 2.71e-2) <= 0.23 * DECIBELS * 2.71e-2 + 0.5e-4
 
 
 def test_laplace_values_saturate_floor_scales_more_often() -> None:
@@ -224,19 +302,20 @@ def test_tiles_rarely_prefer_four(gaussian: torch.Tensor) -> None:
     assert got.global_amax is not None
     scale = nvfp4.global_scale(got.global_amax, scale_max=256.0)
     largest = gaussian.reshape(ROWS // 16, 16, -1, 16).abs().amax((1, 3)).repeat_interleave(16, 0)
-    assert abs((got.scales != E4M3.encode((largest / 6.0) * scale.encode)).double().mean().item() - 0.03) <= 0.005
+    assert_agrees((got.scales != E4M3.encode((largest / 6.0) * scale.encode)).double().mean().item(), "0.03", 0.005)
 
 
-def test_elements_past_six_shrink(gaussian: torch.Tensor) -> None:
-    """3.5 % of NVFP4 elements clip and lose 2.2 % on average, so stochastic rounding is not unbiased there."""
-    x = gaussian.to(torch.bfloat16).to(torch.float32)
-    got = nvfp4.quantize(x, -1)
-    assert got.global_amax is not None
-    factor = nvfp4.multipliers(got.scales, nvfp4.global_scale(got.global_amax)).repeat_interleave(16, 1)
-    scaled = (x * factor).abs()
-    clipped = scaled > 6
-    assert abs(clipped.double().mean().item() - 0.035) <= 0.0015
-    assert abs((1 - 6 / scaled[clipped]).mean().item() - 0.022) <= 0.001
+@pytest.mark.skipif(torch_version() < (2, 13), reason="these casts saturate since PyTorch 2.13")
+def test_native_casts_of_torch_follow_no_scale_rule() -> None:
+    """E4M3 saturates, Inf too; E5M2 does not; E8M0 rounds to nearest, drops signs, has no zero and overflows to NaN.
+
+    Nothing here uses them: they change with the version.
+    """
+    inf = math.inf
+    assert torch.tensor([500.0, inf]).to(torch.float8_e4m3fn).float().tolist() == [448.0, 448.0]
+    assert torch.tensor([1e6, inf]).to(torch.float8_e5m2).float().tolist() == [inf, inf]
+    powers = torch.tensor([1.4, 1.6, -1.0, 0.0, 1.9 * 2.0**127]).to(torch.float8_e8m0fnu)
+    assert powers.view(torch.uint8).tolist() == [127, 128, 127, 0, 255]
 
 
 def scaled_to_e4m3(x: np.ndarray) -> torch.Tensor:
