@@ -22,8 +22,16 @@ import torch
 
 from moe_numerics.silicon_data import BYTES, operands
 from moe_numerics.silicon_probes import Probe, probes
-from moe_numerics.silicon_runners import CudaRunner, IsolatedRunner, Job, SiliconError, VirtualRunner
-from moe_numerics.silicon_scenes import Scene, scenes
+from moe_numerics.silicon_runners import (
+    CudaRunner,
+    IsolatedRunner,
+    Job,
+    KernelStopped,
+    Runner,
+    SiliconError,
+    VirtualRunner,
+)
+from moe_numerics.silicon_scenes import STOPPED, Scene, scenes
 
 __all__ = [
     "ARCH",
@@ -125,7 +133,7 @@ def jobs(count: int, arch: str = ARCH) -> Iterator[_Work]:
         if arch in scene.targets:
             job = Job(
                 scene.name, scene.ptx(arch), "scene", scene.blocks, scene.threads, scene.inputs, scene.outputs, False,
-                None, scene.cluster, scene.maps,
+                None, scene.cluster, scene.maps, scene.stops,
             )  # fmt: skip
             yield _Work(job, None, scene)
 
@@ -167,11 +175,21 @@ def _compare_scene(work: _Work, silicon: list[Bytes], virtual: list[Bytes]) -> O
     return Outcome(scene.name, scene.shows, int(a.size), int(wrong.size), first)
 
 
+def _results(runner: Runner, job: Job) -> list[Bytes]:
+    """The outputs of a job. Of one that stops its device, STOPPED instead, or what it wrote if it did not."""
+    try:
+        return runner.run(job)
+    except KernelStopped:
+        if not job.stops:
+            raise
+        return [np.frombuffer(STOPPED, np.uint8)]
+
+
 def _virtually(job: Job) -> list[Bytes] | str:
     """For a worker process: the outputs, or why there are none."""
     torch.set_num_threads(1)
     try:
-        return VirtualRunner(ARCH).run(job)
+        return _results(VirtualRunner(ARCH), job)
     except SiliconError as error:
         return str(error)
 
@@ -192,7 +210,7 @@ def capture(
     ):
         for work, virtual in _in_order(pool, jobs(count)):
             try:
-                silicon = runner.run(work.job)
+                silicon = _results(runner, work.job)
             except SiliconError as error:
                 found: Iterable[Outcome] = [_failed(work, str(error))]
             else:
@@ -239,7 +257,7 @@ def replay(
         if not names(name):
             continue
         try:
-            virtual = runner.run(work.job)
+            virtual = _results(runner, work.job)
         except SiliconError as error:
             yield _failed(work, str(error))
             continue

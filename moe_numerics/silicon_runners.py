@@ -5,7 +5,10 @@ A fault of a kernel ends a CUDA context for good, so that jobs run on the device
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -21,7 +24,16 @@ from moe_numerics.devices import DeviceError
 from moe_numerics.virtual_gpu.errors import Fault
 from moe_numerics.virtual_gpu.tensor_map import DRIVER_TYPE, TensorMap, decode, encode
 
-__all__ = ["CudaRunner", "IsolatedRunner", "Job", "Runner", "SiliconError", "VirtualRunner", "driver_map"]
+__all__ = [
+    "CudaRunner",
+    "IsolatedRunner",
+    "Job",
+    "KernelStopped",
+    "Runner",
+    "SiliconError",
+    "VirtualRunner",
+    "driver_map",
+]
 
 START_LIMIT = 120.0
 """Seconds that a process may take to open its device."""
@@ -35,12 +47,17 @@ class SiliconError(Exception):
     """A kernel of the comparison could not run, with the reason in words."""
 
 
+class KernelStopped(SiliconError):
+    """A kernel ran, and a fault of it ended the run."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A kernel and its arguments: pointers to outputs and inputs, to tensor maps, then perhaps a number.
 
     outputs_first: the order of the pointers. count: the last argument (u32), None if there is none. maps: tensor maps
-    (their addresses do not count), each with the number of its buffer among the inputs and outputs.
+    (their addresses do not count), each with the number of its buffer among the inputs and outputs. stops: whether the
+    kernel must end by a fault.
     """
 
     name: str
@@ -54,6 +71,7 @@ class Job:
     count: int | None = None
     cluster: int = 1
     maps: tuple[tuple[TensorMap, int], ...] = ()
+    stops: bool = False
 
 
 class Runner(Protocol):
@@ -82,10 +100,12 @@ class VirtualRunner:
         if job.count is not None:
             args.append(job.count)
         try:
-            with np.errstate(all="ignore"):
+            # What a kernel prints is not compared.
+            with np.errstate(all="ignore"), contextlib.redirect_stdout(io.StringIO()):
                 gpu.launch(job.ptx, job.kernel, job.blocks, job.threads, args, cluster=job.cluster)
         except VirtualGPUError as error:
-            raise SiliconError(f"{job.name} on virtual:{self.arch}: {error}") from error
+            kind = SiliconError if error.finding.thread is None else KernelStopped
+            raise kind(f"{job.name} on virtual:{self.arch}: {error}") from error
         return [output.numpy()[:size] for output, size in zip(outputs, job.outputs, strict=True)]
 
 
@@ -131,7 +151,9 @@ class CudaRunner:
     def run(self, job: Job) -> list[Bytes]:
         try:
             return self._run(job)
-        except (SiliconError, RuntimeError) as error:
+        except SiliconError as error:
+            raise type(error)(f"{job.name} on {self.device}: {error}") from error
+        except RuntimeError as error:
             raise SiliconError(f"{job.name} on {self.device}: {error}") from error
 
     def _run(self, job: Job) -> list[Bytes]:
@@ -145,12 +167,18 @@ class CudaRunner:
         if job.count is not None:
             args.append(job.count)
         self.launch(job.ptx, job.kernel, job.blocks, job.threads, args)
-        torch.cuda.synchronize(self.device)
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            # The first line names the error; the others are PyTorch's advice on how to debug.
+            raise KernelStopped(str(error).splitlines()[0]) from error
         return [output.cpu().numpy()[:size] for output, size in zip(outputs, job.outputs, strict=True)]
 
 
 def _serve(make: Callable[[], Runner], pipe: Connection) -> None:
     """A process of its own: opens a runner, then answers every job with its outputs, or with why there are none."""
+    # What kernels print is not compared.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     try:
         runner = make()
     except (SiliconError, RuntimeError) as error:
@@ -165,7 +193,7 @@ def _serve(make: Callable[[], Runner], pipe: Connection) -> None:
         try:
             pipe.send(runner.run(job))
         except SiliconError as error:
-            pipe.send(str(error))
+            pipe.send(error)
 
 
 class IsolatedRunner:
@@ -233,10 +261,10 @@ class IsolatedRunner:
             self._start()
         self._pipe.send(job)
         answer = self._answer(job.name, self._limit)
-        if isinstance(answer, str):
+        if isinstance(answer, SiliconError):
             # Its context may be lost.
             self.close()
-            raise SiliconError(answer)
+            raise answer
         outputs: list[Bytes] = answer
         return outputs
 
@@ -250,9 +278,9 @@ def driver_map(described: TensorMap) -> Any:
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType(DRIVER_TYPE[described.kind]), described.rank, described.address,
             [wide(n) for n in described.sizes], [wide(n) for n in described.strides or (16,)],
-            [narrow(n) for n in described.box], [narrow(1)] * described.rank,
+            [narrow(n) for n in described.box], [narrow(n) for n in described.steps],
             driver.CUtensorMapInterleave(0), driver.CUtensorMapSwizzle(described.swizzle),
-            driver.CUtensorMapL2promotion(0), driver.CUtensorMapFloatOOBfill(0),
+            driver.CUtensorMapL2promotion(0), driver.CUtensorMapFloatOOBfill(int(described.nan)),
         ),
         f"encoding {described}",
     )  # fmt: skip

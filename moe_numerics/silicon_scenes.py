@@ -12,7 +12,10 @@ import numpy.typing as npt
 from moe_numerics.silicon_data import operand
 from moe_numerics.virtual_gpu.tensor_map import TensorMap
 
-__all__ = ["Scene", "header", "scenes"]
+__all__ = ["STOPPED", "Scene", "header", "scenes"]
+
+STOPPED = b"stopped\0"
+"""Stands for the outputs of a kernel that stopped its device; a scene that must do so has one output of this size."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -24,7 +27,8 @@ class Scene:
     body: PTX after the registers' declaration; parameters p0, p1, ... point to the inputs, then to the outputs, then
     to the tensor maps (each with the number of the buffer it describes), which are parameters themselves.
     inputs: bytes. outputs: sizes in bytes; they begin as zeros. shows: the instructions that the results depend on.
-    module: declarations before the kernel. cluster: blocks of a cluster along x.
+    module: declarations before the kernel. cluster: blocks of a cluster along x. stops: whether a fault of the kernel
+    is what is compared.
     """
 
     name: str
@@ -39,6 +43,7 @@ class Scene:
     module: str = ""
     targets: tuple[str, ...] = field(default=("sm_90a",))
     maps: tuple[tuple[TensorMap, int], ...] = ()
+    stops: bool = False
 
     def ptx(self, target: str) -> str:
         """The module of the kernel `scene`."""
@@ -407,6 +412,8 @@ def _addresses() -> Iterator[Scene]:
 def scenes() -> tuple[Scene, ...]:
     """Every scene, in a fixed order."""
     from moe_numerics.silicon_atomics import atomics
+    from moe_numerics.silicon_bulk import bulk
+    from moe_numerics.silicon_maps import changes
     from moe_numerics.silicon_order import orders
     from moe_numerics.silicon_tensors import tensors
     from moe_numerics.silicon_wgmma import products
@@ -422,6 +429,8 @@ def scenes() -> tuple[Scene, ...]:
         atomics,
         products,
         orders,
+        bulk,
         tensors,
+        changes,
     )
     return tuple(scene for family in families for scene in family())

@@ -1,4 +1,4 @@
-"""Bulk reductions from shared to global memory combine every element once, as their type and operation say.
+"""Bulk and tensor reductions to global memory combine every element once, as their type and operation say.
 
 Faults these tests catch: another operation or signedness, a sum that flushes subnormals, an element that is skipped,
 stored instead of combined, or combined twice, and blocks whose reductions overwrite each other's.
@@ -14,19 +14,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_numerics.virtual_gpu import virtual_gpu
+from moe_numerics.virtual_gpu import VirtualGPUError, tensor_map, virtual_gpu
 
 KERNEL = """.version 8.7
 .target sm_90a
 .address_size 64
-.visible .entry k(.param .u64 out, .param .u64 data)
+.visible .entry k(.param .u64 out, .param .u64 data, .param .align 64 .b8 map[128])
 {{
     .reg .b32 %t, %tile, %mine, %v;
-    .reg .b64 %o, %d;
+    .reg .b64 %o, %d, %m;
     .reg .pred %p;
     .shared .align 128 .b8 tile[128];
     ld.param.u64 %o, [out];
     ld.param.u64 %d, [data];
+    mov.b64 %m, map;
     mov.u32 %t, %tid.x;
     mov.u32 %tile, tile;
     mad.lo.u32 %mine, %t, 4, %tile;
@@ -37,13 +38,15 @@ KERNEL = """.version 8.7
     bar.sync 0;
     setp.ne.u32 %p, %t, 0;
     @%p bra DONE;
-    cp.reduce.async.bulk.global.shared::cta.bulk_group.{operation} [%o], [%tile], 128;
+    {reduction};
     cp.async.bulk.commit_group;
     cp.async.bulk.wait_group 0;
 DONE:
     ret;
 }}
 """
+BYTES = "cp.reduce.async.bulk.global.shared::cta.bulk_group.{} [%o], [%tile], 128"
+TILE = "cp.reduce.async.bulk.tensor.1d.global.shared::cta.{}.tile.bulk_group [%m, {{0}}], [%tile]"
 Words = np.ndarray
 SCHEDULES = ("fast", 1, 2, 3)
 
@@ -89,11 +92,17 @@ def _operands(kind: type[np.generic], seed: int) -> tuple[Words, Words]:
     return old, new
 
 
-def _reduce(operation: str, old: Words, new: Words, blocks: int, schedule: str | int) -> Words:
+def _reduce(
+    reduction: str, old: Words, new: Words, blocks: int, schedule: str | int, code: int = tensor_map.TF32 + 7
+) -> Words:
+    """What `blocks` blocks leave that each combine `new` with `old`; code: the type of a tensor map's elements."""
     out = torch.from_numpy(old.view(np.uint8).copy())
     data = torch.from_numpy(new.view(np.uint8).copy())
     with virtual_gpu("sm_90a", schedule=schedule) as gpu:
-        gpu.launch(KERNEL.format(operation=operation), "k", blocks, 32, [out, data])
+        bits = tensor_map.ELEMENT_BITS[code]
+        described = tensor_map.TensorMap(out.data_ptr(), bits, (1024 // bits,), (), (1024 // bits,), 0, code)
+        arguments = [out, data, tensor_map.encode(described)]
+        gpu.launch(KERNEL.format(reduction=reduction), "k", blocks, 32, arguments)
         assert gpu.findings == []
     return out.numpy().view(old.dtype)
 
@@ -103,11 +112,50 @@ def _reduce(operation: str, old: Words, new: Words, blocks: int, schedule: str |
 def test_every_element_is_combined_once(operation: str, seed: int, schedule: str | int) -> None:
     kind, apply = OPERATIONS[operation]
     old, new = _operands(kind, seed)
-    got = _reduce(operation, old, new, 1, schedule)
+    got = _reduce(BYTES.format(operation), old, new, 1, schedule)
     np.testing.assert_array_equal(got.view(np.uint8), apply(old, new).astype(kind).view(np.uint8))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_reductions_of_several_blocks_all_count(schedule: str | int) -> None:
     old, new = _operands(np.uint32, 7)
-    np.testing.assert_array_equal(_reduce("add.u32", old, new, 3, schedule), old + 3 * new)
+    np.testing.assert_array_equal(_reduce(BYTES.format("add.u32"), old, new, 3, schedule), old + 3 * new)
+
+
+def _flushed(x: Words) -> Words:
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
+
+
+OF_TYPES: dict[str, tuple[type[np.generic], str]] = {
+    "u32": (np.uint32, "add min max inc dec and or xor"),
+    "s32": (np.int32, "add min max and or xor"),
+    "u64": (np.uint64, "add min max and or xor"),
+    "s64": (np.int64, "min max"),
+    "f16": (np.float16, "add min max"),
+    **dict.fromkeys(("f32", "f32.ftz", "tf32", "tf32.ftz"), (np.float32, "add")),
+    "f64": (np.float64, "add"),
+    "u8": (np.uint8, ""),
+    "u16": (np.uint16, ""),
+}
+"""The operations of a tensor reduction that an H200 has for elements of a type; it stops at the others."""
+APPLY = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor, "inc": _increment, "dec": _decrement,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", APPLY)
+@given(name=st.sampled_from(sorted(OF_TYPES)), seed=st.integers(0, 2**32), schedule=st.sampled_from(SCHEDULES))
+def test_a_tensor_reduction_is_of_its_elements_type(operation: str, name: str, seed: int, schedule: str | int) -> None:
+    """Only sums of float32 marked `.ftz` flush; what a type has no operation for is refused."""
+    kind, known = OF_TYPES[name]
+    code = next(c for c, known_name in tensor_map.ELEMENT_TYPE.items() if known_name == name)
+    old, new = _operands(kind, seed)
+    if operation not in known.split():
+        with pytest.raises(VirtualGPUError, match=f"cannot {operation} elements of type {name}"):
+            _reduce(TILE.format(operation), old, new, 1, schedule, code)
+        return
+    got = _reduce(TILE.format(operation), old, new, 1, schedule, code)
+    flushes = _flushed if name.endswith(".ftz") else lambda x: x
+    want = flushes(APPLY[operation](flushes(old), flushes(new)).astype(kind))
+    np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))

@@ -21,19 +21,15 @@ def encode_tiled(
     dims = tuple((ctypes.c_uint64 * rank).from_address(sizes))
     bytes_apart = tuple((ctypes.c_uint64 * (rank - 1)).from_address(strides)) if rank > 1 else ()
     boxes, element_strides = (tuple((ctypes.c_uint32 * rank).from_address(values)) for values in (box, steps))
-    if (
-        kind not in _CODES
-        or interleave
-        or swizzle not in tensor_map.SWIZZLE_MASK
-        or fill
-        or set(element_strides) != {1}
-    ):
+    if kind not in _CODES or interleave or swizzle not in tensor_map.SWIZZLE_MASK:
         raise error(
-            "tensor_map", f"a tensor map of type {kind}, interleave {interleave}, swizzle {swizzle}, fill {fill} and "
-            f"element strides {element_strides} is not modelled",
-        )  # fmt: skip
+            "tensor_map",
+            f"a tensor map of type {kind}, interleave {interleave} and swizzle {swizzle} is not modelled",
+        )
     code = _CODES[kind]
-    described = tensor_map.TensorMap(address, tensor_map.ELEMENT_BITS[code], dims, bytes_apart, boxes, swizzle, code)
+    described = tensor_map.TensorMap(
+        address, tensor_map.ELEMENT_BITS[code], dims, bytes_apart, boxes, swizzle, code, element_strides, bool(fill)
+    )
     try:
         tensor_map.check(described)
     except Fault as fault:

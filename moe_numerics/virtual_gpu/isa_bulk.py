@@ -14,7 +14,7 @@ from .asynchronous import Operation, unique_rows
 from .errors import Fault
 from .isa_mbarrier import barrier_offsets
 from .lowering import Lowering, Read
-from .memory import RANK_SHIFT, SHARED_WINDOW, Array
+from .memory import SHARED_WINDOW, Array
 from .registry import Index, Modifiers, Step, instruction
 
 HINT = "hint?=L2::cache_hint"
@@ -59,11 +59,9 @@ def shared_span(w: Any, thread: int, address: int, size: int) -> int:
     return int(start[0])
 
 
-def spread(start: int, address: int, size: int, swizzle: int) -> Array:
-    """Offsets in the shared buffer of the 16-byte pieces of a tile that begins at shared address `address`."""
-    low = address & ((1 << RANK_SHIFT) - 1)
-    pieces = np.arange(0, size, 16, dtype=np.int64) + low
-    return tensor_map.swizzled(pieces, tensor_map.SWIZZLE_MASK[swizzle]) - low + start
+def spread(start: int, size: int) -> Array:
+    """Offsets of the 16-byte pieces of `size` bytes from `start` on."""
+    return np.arange(start, start + size, 16, dtype=np.int64)
 
 
 def _pieces(w: Any) -> Array:
@@ -115,6 +113,7 @@ def tensor_load(b: Lowering, m: Modifiers) -> Step:
     rank = int(m.dim[0])
     if len(coordinates) != rank:
         raise b.fail(f"`{b.ins.name}` needs {rank} coordinates")
+    hopper = b.program.arch == "sm_90a"
 
     def step(w: Any, i: Index) -> None:
         threads = w.index(i)
@@ -127,6 +126,8 @@ def tensor_load(b: Lowering, m: Modifiers) -> Step:
             if described.rank != rank:
                 raise Fault("tensor_map", f"a {rank}-dimensional copy with a tensor map of rank {described.rank}", t)
             at = tuple(int(c[k]) for c in where)
+            if hopper:
+                tensor_map.check_place(described, at, False, t)
             if w.checkers:
                 tensor_map.check_written(w, described, at)
             _start_load(
@@ -145,7 +146,7 @@ def _start_load(
     if target % 128:
         raise Fault("misaligned", f"a tensor copy to shared address {target:#x}, not a multiple of 128", thread, target)
     start = shared_span(w, thread, target, size)
-    pieces = spread(start, target, size, described.swizzle)
+    pieces = tensor_map.pieces(described, start, target)
     home = (start // w.shared_stride) * w.shared_stride
     signal_home = (signal // w.shared_stride) * w.shared_stride
     w.launch.traffic("global", "read", described.copied_bytes)
@@ -179,11 +180,18 @@ def warp_issue(w: Any, i: Index, columns: list[Array]) -> Array:
     return unique_rows([warps, *columns])
 
 
-def tensor_writer(b: Lowering, m: Modifiers, put: Callable[..., None]) -> Step:
-    """The step of a copy from shared memory to a tensor; `put(w, tensor map, coordinates, pieces)` delivers it."""
+def tensor_writer(
+    b: Lowering, m: Modifiers, put: Callable[..., None],
+    accept: Callable[[tensor_map.TensorMap, int], None] = lambda described, thread: None,
+) -> Step:  # fmt: skip
+    """The step of a copy from shared memory to a tensor; `put(w, tensor map, coordinates, pieces)` delivers it.
+
+    accept: raises Fault for a tensor map that the copy does not take, as a thread used it.
+    """
     map_of, coordinates = _tensor_operands(b, b.operands[0])
     source = b.address(b.operands[1])
     rank = int(m.dim[0])
+    hopper = b.program.arch == "sm_90a"
 
     def step(w: Any, i: Index) -> None:
         threads = w.index(i)
@@ -196,10 +204,13 @@ def tensor_writer(b: Lowering, m: Modifiers, put: Callable[..., None]) -> Step:
             if described.rank != rank:
                 raise Fault("tensor_map", f"a {rank}-dimensional copy with a tensor map of rank {described.rank}", t)
             at = tuple(int(c[k]) for c in where)
+            accept(described, t)
+            if hopper:
+                tensor_map.check_place(described, at, True, t)
             start = shared_span(w, t, int(sources[k]), described.box_bytes)
-            pieces = spread(start, int(sources[k]), described.box_bytes, described.swizzle)
+            pieces = tensor_map.pieces(described, start, int(sources[k]))
             check_source(w, t, pieces)
-            w.launch.traffic("global", "written", described.box_bytes)
+            w.launch.traffic("global", "written", described.copied_bytes)
             same = threads[(warps == warps[k]) & (sources == sources[k])]
             issue_store(w, t, same, pieces, functools.partial(put, w, described, at), b.ins)
 
@@ -255,7 +266,7 @@ def bulk_load(b: Lowering, m: Modifiers) -> Step:
                 into = int(signals[k])
                 if masks is not None:
                     into = into % w.shared_stride + block * w.shared_stride
-                routes.append((spread(start, 0, n, 0) + shift, into))
+                routes.append((spread(start, n) + shift, into))
                 agent = w.mbarriers.get(into, t, "a bulk copy's completion").agent
                 if w.tracker is not None:
                     w.tracker.async_write(w, t, agent, routes[-1][0])
@@ -296,18 +307,18 @@ def bulk_across(b: Lowering, m: Modifiers) -> Step:
             target, start, n = int(destination(w, i)[k]), int(source(w, i)[k]), int(size(w, i)[k])
             check_bulk(t, target, start, n)
             into, origin = shared_span(w, t, target, n), shared_span(w, t, start, n)
-            pieces, signal = spread(origin, 0, n, 0), int(signals[k])
+            pieces, signal = spread(origin, n), int(signals[k])
             check_source(w, t, pieces)
 
             def write(data: Array, into: int = into, n: int = n, signal: int = signal, t: int = t) -> None:
-                _write_pieces(w, spread(into, 0, n, 0), data)
+                _write_pieces(w, spread(into, n), data)
                 w.mbarriers.complete(signal, n, t)
 
             operation = Operation(snapshot(w, pieces), write, b.ins)
             agent = w.mbarriers.get(signal, t, "a bulk copy's completion").agent
             if w.tracker is not None:
                 operation.done.append(w.tracker.async_read(w, t, pieces))
-                w.tracker.async_write(w, t, agent, spread(into, 0, n, 0))
+                w.tracker.async_write(w, t, agent, spread(into, n))
             w.pending.issue(operation)
 
     return step
@@ -324,7 +335,7 @@ def bulk_store(b: Lowering, m: Modifiers) -> Step:
         for k, t in enumerate(threads.tolist()):
             n, target = int(sizes[k]), int(targets[k])
             check_bulk(t, target, int(sources[k]), n)
-            pieces = spread(shared_span(w, t, int(sources[k]), n), 0, n, 0)
+            pieces = spread(shared_span(w, t, int(sources[k]), n), n)
             check_source(w, t, pieces)
             one = np.array([t])
             ends = np.array([target, target + n - 16], np.uint64)

@@ -9,6 +9,7 @@ import numpy as np
 
 from . import memory, tensor_map
 from .asynchronous import Operation
+from .errors import Fault
 from .isa_atomic import operation, reduction
 from .isa_bulk import (
     DIMENSIONS,
@@ -27,17 +28,36 @@ from .memory import Array
 from .registry import Index, Modifiers, Step, instruction
 
 _ORDERED = "op=add|min|max|inc|dec|and|or|xor"
+_INTEGER = ("add", "min", "max", "and", "or", "xor")
+_OF_ELEMENTS = {
+    "u32": (*_INTEGER, "inc", "dec"), "s32": _INTEGER, "u64": _INTEGER, "s64": ("min", "max"),
+    "f16": ("add", "min", "max"), "bf16": ("add", "min", "max"),
+    **dict.fromkeys(("f32", "f32.ftz", "tf32", "tf32.ftz", "f64"), ("add",)),
+}  # fmt: skip
+"""What a tensor reduction can do with elements of a type: an H200 stops with an illegal instruction at the others."""
+
+
+def _bulk_operation(op: str, kind: str) -> Callable[..., Array]:
+    """`reduction`, but sums of float32 do not flush here, unlike those of `red` (seen on an H200)."""
+    return (operation if kind == "f32" else reduction)(op, kind)
 
 
 @instruction(
     f"cp .reduce .async .bulk .tensor {DIMENSIONS} .global .shared::cta {_ORDERED} mode?=tile .bulk_group {HINT}"
 )
 def tensor_reduce(b: Lowering, m: Modifiers) -> Step:
-    def put(w: Any, described: tensor_map.TensorMap, at: tuple[int, ...], data: Array) -> None:
-        kind = tensor_map.ELEMENT_TYPE.get(described.kind, "u32")
-        tensor_map.reduce_box(w, described, at, data.reshape(-1), VIEW[kind], reduction(m.op, kind))
+    def accept(described: tensor_map.TensorMap, thread: int) -> None:
+        kind = tensor_map.ELEMENT_TYPE.get(described.kind, "packed")
+        if m.op not in _OF_ELEMENTS.get(kind, ()):
+            raise Fault("tensor_map", f"a tensor reduction cannot {m.op} elements of type {kind}", thread)
 
-    return tensor_writer(b, m, put)
+    def put(w: Any, described: tensor_map.TensorMap, at: tuple[int, ...], data: Array) -> None:
+        name = tensor_map.ELEMENT_TYPE[described.kind]
+        kind = name.replace("tf32", "f32").removesuffix(".ftz")
+        apply = reduction(m.op, kind) if name.endswith(".ftz") else _bulk_operation(m.op, kind)
+        tensor_map.reduce_box(w, described, at, data.reshape(-1), VIEW[kind], apply)
+
+    return tensor_writer(b, m, put, accept)
 
 
 def _combine(cells: Array, data: Array, kind: str, apply: Callable[..., Array]) -> None:
@@ -49,15 +69,15 @@ def _combine(cells: Array, data: Array, kind: str, apply: Callable[..., Array]) 
 @instruction(f"cp .reduce .async .bulk .global .shared::cta .bulk_group {HINT} .add .noftz type=f16|bf16")
 @instruction(f"cp .reduce .async .bulk .global .shared::cta .bulk_group {HINT} op=min|max type=f16|bf16")
 @instruction(f"cp .reduce .async .bulk .global .shared::cta .bulk_group {HINT} .add type=f32|f64")
-@instruction(f"cp .reduce .async .bulk .global .shared::cta .bulk_group {HINT} op=add|min|max type=u32|s32|u64|s64")
+@instruction(f"cp .reduce .async .bulk .global .shared::cta .bulk_group {HINT} op=min|max type=u32|s32|u64|s64")
+@instruction(f"cp .reduce .async .bulk .global .shared::cta .bulk_group {HINT} op=add type=u32|s32|u64")
 @instruction(f"cp .reduce .async .bulk .global .shared::cta .bulk_group {HINT} op=inc|dec .u32")
 @instruction(f"cp .reduce .async .bulk .global .shared::cta .bulk_group {HINT} op=and|or|xor type=b32|b64")
 def bulk_reduce(b: Lowering, m: Modifiers) -> Step:
     destination, source = b.address(b.operands[0]), b.address(b.operands[1])
     size = b.full(b.read(b.operands[2], "u32"))
     kind = m.get("type", "u32")
-    # Unlike `red`, sums of float32 do not flush here (seen on an H200).
-    apply = (operation if kind == "f32" else reduction)(m.get("op", "add"), kind)
+    apply = _bulk_operation(m.get("op", "add"), kind)
 
     def step(w: Any, i: Index) -> None:
         threads = w.index(i)
@@ -65,7 +85,7 @@ def bulk_reduce(b: Lowering, m: Modifiers) -> Step:
         for k, t in enumerate(threads.tolist()):
             n, target = int(sizes[k]), int(targets[k])
             check_bulk(t, target, int(sources[k]), n)
-            pieces = spread(shared_span(w, t, int(sources[k]), n), 0, n, 0)
+            pieces = spread(shared_span(w, t, int(sources[k]), n), n)
             check_source(w, t, pieces)
             where = np.uint64(target) + np.arange(0, n, 16, dtype=np.uint64)
             many = np.full(where.size, t)
@@ -106,8 +126,8 @@ def reduce_across(b: Lowering, m: Modifiers) -> Step:
             n, signal = int(sizes[k]), int(signals[k])
             check_bulk(t, int(targets[k]), int(sources[k]), n)
             into = shared_span(w, t, int(targets[k]), n)
-            pieces = spread(shared_span(w, t, int(sources[k]), n), 0, n, 0)
-            cells = spread(into, 0, n, 0)
+            pieces = spread(shared_span(w, t, int(sources[k]), n), n)
+            cells = spread(into, n)
             check_source(w, t, pieces)
             check_source(w, t, cells)
 

@@ -31,9 +31,12 @@ def leave(b: Lowering, m: Modifiers) -> Step:
 
 
 @instruction("trap")
+@instruction("brkpt")
 def trap(b: Lowering, m: Modifiers) -> Step:
+    """Ends the kernel; so does a breakpoint without a debugger (seen on an H200)."""
+
     def step(w: Any, i: Index) -> None:
-        raise Fault("trap", "the kernel executed a trap", int(w.index(i)[0]))
+        raise Fault("trap", f"the kernel executed a {b.ins.opcode}", int(w.index(i)[0]))
 
     return step
 
@@ -44,7 +47,6 @@ def nanosleep(b: Lowering, m: Modifiers) -> Step:
     return _nothing
 
 
-@instruction("brkpt")
 @instruction("pmevent .mask?")
 @instruction("griddepcontrol what=launch_dependents|wait")
 @instruction("setmaxnreg way=inc|dec .sync .aligned .u32")
