@@ -29,9 +29,9 @@ HEAD = """.version 8.7
 
 def refused(text: str, line: str, **launch: Any) -> str:
     """The message of the only error that running a text gives; it blames the line that holds `line`."""
-    given: dict[str, Any] = {"args": [torch.zeros(4, dtype=torch.int32), 4], "block": 32, "shared_bytes": 0, **launch}
+    given: dict[str, Any] = {"grid": 1, "block": 32, "args": [torch.zeros(4, dtype=torch.int32), 4], **launch}
     with virtual_gpu("sm_90a", instruction_budget=1_000) as gpu, pytest.raises(VirtualGPUError) as caught:
-        gpu.launch(text, "k", 1, given["block"], given["args"], shared_bytes=given["shared_bytes"])
+        gpu.launch(text, "k", **given)
     finding = caught.value.finding
     assert finding.line is not None
     assert line in text.splitlines()[finding.line - 1]
@@ -95,6 +95,8 @@ def test_foreign_targets(target: str, words: str) -> None:
         ({"args": [torch.zeros(1)]}, "1 arguments, the kernel takes 2"),
         ({"args": [torch.zeros(1), b"12345678"]}, "argument 1 has 8 bytes, parameter count 4"),
         ({"block": 1056}, "1056 threads; 1 to 1024 are possible"),
+        ({"grid": (4, 0)}, "grid (4, 0, 1) is not possible"),
+        ({"grid": 3, "cluster": 2}, "grid (3, 1, 1) is not a multiple of cluster (2, 1, 1)"),
     ],
 )
 def test_launches_that_no_gpu_takes(launch: dict[str, Any], words: str) -> None:

@@ -96,6 +96,33 @@ def test_pointers_and_wide_scalars() -> None:
     assert x.tolist() == [2.0 * n for n in range(40)]
 
 
+_SCALARS: tuple[tuple[Any, Any], ...] = (
+    (cutlass.Int8, -5), (cutlass.Uint8, 250), (cutlass.Int16, -300), (cutlass.Uint16, 60_000),
+    (cutlass.Int32, -70_000), (cutlass.Uint32, 3 * 10**9), (cutlass.Int64, -(2**40)), (cutlass.Uint64, 2**50),
+    (cutlass.Boolean, True), (cutlass.Float16, 0.25), (cutlass.BFloat16, -2.0), (cutlass.Float32, 1.5),
+    (cutlass.Float64, 2.0**-20),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "value"), _SCALARS, ids=[kind.__name__ for kind, _ in _SCALARS])
+def test_scalars_of_every_type(kind: Any, value: Any) -> None:
+    """Fault: a scalar arrives cut, or its conversion on the host needs a function that is not there."""
+
+    @cute.kernel
+    def keep(x: cute.Tensor, scalar: cutlass.Numeric) -> None:
+        x[0] = cutlass.Float32(scalar)
+
+    @cute.jit
+    def kept(x: cute.Tensor, scalar: cutlass.Numeric) -> None:
+        keep(x, scalar).launch(grid=(1, 1, 1), block=(1, 1, 1))
+
+    x = torch.zeros(1)
+    with virtual_gpu("sm_90a") as gpu:
+        cute.compile(kept, from_dlpack(x), kind(value))(from_dlpack(x), kind(value))
+        assert gpu.findings == []
+    assert x.item() == float(value)
+
+
 @cute.jit
 def _twice(x: cute.Tensor) -> None:
     _first(x).launch(grid=(x.shape[0] // 32, 1, 1), block=(32, 1, 1))
@@ -166,6 +193,11 @@ def _outside(x: cute.Tensor) -> None:
 def _faulty(x: cute.Tensor, y: cute.Tensor) -> None:
     _outside(x).launch(grid=(1, 1, 1), block=(64, 1, 1))
     _outside(y).launch(grid=(1, 1, 1), block=(64, 1, 1))
+
+
+def test_an_empty_grid_is_refused_as_by_cuda() -> None:
+    with virtual_gpu("sm_90a"), pytest.raises(VirtualGPUError, match=r"grid \(0, 1, 1\) is not possible"):
+        _twice(from_dlpack(torch.zeros(31)).mark_layout_dynamic())
 
 
 def test_what_follows_a_failed_launch_does_nothing() -> None:

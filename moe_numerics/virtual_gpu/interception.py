@@ -18,9 +18,10 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from . import fake_arguments, host_tensor_map
+from . import fake_arguments, host_tensor_map, narrow
 from .errors import Triple, error
 
 _SUCCESS = 0
@@ -71,6 +72,15 @@ def _remove(process: int, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _truncated(x: float) -> float:
+    """The compiler's support function that rounds a float32 to bfloat16, which older libraries do not have.
+
+    The code comes back in the lower half of a float register.
+    """
+    code = narrow.to_bf16(np.array([x], np.float32))
+    return float(code.astype(np.uint32).view(np.float32)[0])
+
+
 class HostModule:
     """The callbacks of one compiled function's engine. `ptx` is filled in when the function exists."""
 
@@ -81,6 +91,7 @@ class HostModule:
         self.callbacks: dict[str, Any] = {}
         for name, arguments in _SIGNATURES.items():
             self.callbacks[name] = ctypes.CFUNCTYPE(_i32, *arguments)(self._safe(name))
+        self.callbacks["__truncsfbf2"] = ctypes.CFUNCTYPE(ctypes.c_float, ctypes.c_float)(_truncated)
 
     def trap(self, names: Iterable[str]) -> None:
         """Makes other functions of the CUDA runtime and driver an error when they are called."""

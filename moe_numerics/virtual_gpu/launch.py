@@ -70,8 +70,8 @@ class Launch:
 
     def __post_init__(self) -> None:
         where = self.program.kernel.place
-        if any(n < 0 for n in self.grid) or self.grid[0] > 2**31 - 1 or max(self.grid[1:]) > 65535:
-            raise error("launch", f"grid {self.grid} is not possible", **where)
+        if min(self.grid) < 1 or self.grid[0] > 2**31 - 1 or max(self.grid[1:]) > 65535:
+            raise error("launch", f"grid {self.grid} is not possible: 1 to 2147483647, 65535, 65535 are", **where)
         threads = int(np.prod(self.block))
         if not 1 <= threads <= 1024 or self.block[2] > 64:
             raise error("launch", f"block {self.block} has {threads} threads; 1 to 1024 are possible", **where)
@@ -106,8 +106,6 @@ class Launch:
         """Runs all blocks."""
         self.stats.launches += 1
         clusters = int(np.prod(self.grid)) // self.cluster_size
-        if not clusters:
-            return
         params = self.memory.add(
             self.param_address, self.program.param_bytes, "the kernel parameters", self._raw, readonly=True
         )
