@@ -34,13 +34,16 @@ def activation(reference: Any) -> Activation:
     """The twin of a reference activation: the class of the same name with the same parameters."""
     name = type(reference).__name__
     module = unary_activations if hasattr(unary_activations, name) else gated_activations
-    parameters = {
-        item.name: activation(value) if dataclasses.is_dataclass(value) else value
-        for item in dataclasses.fields(reference)
-        for value in (getattr(reference, item.name),)
-    }
+    parameters = {item.name: _parameter(getattr(reference, item.name)) for item in dataclasses.fields(reference)}
     twin: Activation = getattr(module, name)(**parameters)
     return twin
+
+
+def _parameter(value: Any) -> Any:
+    """The twin of an activation, or a number whose text can be part of a kernel's name: of 1e+30 libNVVM takes no +."""
+    if dataclasses.is_dataclass(value):
+        return activation(value)
+    return int(value) if isinstance(value, float) and "+" in repr(value) else value
 
 
 IDENTITY = Identity()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -228,8 +229,9 @@ def test_parameters_that_make_no_sense_are_refused(value: float) -> None:
     for make in makers:
         with pytest.raises(ValueError, match=r"expected a positive finite float32|must be positive"):
             make()
-    with pytest.raises(ValueError, match="offset = nan: expected a finite"):
-        ClampedSwiglu(offset=math.nan)
+    for offset in (math.nan, -math.inf, 1e300):
+        with pytest.raises(ValueError, match=f"offset = {re.escape(str(offset))}: expected a finite"):
+            ClampedSwiglu(offset=offset)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:

@@ -94,7 +94,7 @@ class ClampedSwiglu(GatedActivation):
     def __post_init__(self) -> None:
         _checked_limit("ClampedSwiglu", self.limit)
         positive_parameter("ClampedSwiglu", "alpha", self.alpha)
-        if not math.isfinite(self.offset):
+        if not abs(self.offset) < 2.0**127:
             raise ValueError(f"ClampedSwiglu: offset = {self.offset}: expected a finite number")
 
     def _operands(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
