@@ -154,10 +154,17 @@ def _rounding(instruction: syntax.Instruction) -> str | None:
     return said + "".join(f", .{w}" for w in further)
 
 
-def _atomic_sum(instruction: syntax.Instruction) -> bool:
+def _atomic_sum(instruction: syntax.Instruction) -> str | None:
+    """What an atomic addition leaves open; None for what is none, or of integers."""
     words = set(instruction.modifiers)
     sums = instruction.opcode in ("atom", "red", "multimem") or instruction.name.startswith("cp.reduce.async.bulk")
-    return sums and "add" in words and bool(words & _FLOATS)
+    if not sums or "add" not in words:
+        return None
+    if words & _FLOATS:
+        return "threads that share a cell add in no fixed order"
+    if instruction.name.startswith("cp.reduce.async.bulk.tensor"):
+        return "copies that share a cell add in no fixed order, if the tensor map's elements are floats"
+    return None
 
 
 def _single(kernel: syntax.Kernel) -> Iterator[Note]:
@@ -167,8 +174,9 @@ def _single(kernel: syntax.Kernel) -> Iterator[Note]:
             yield _note("approximate", kernel, instruction, "its bits are those of the hardware's table")
         if "ftz" in words:
             yield _note("flush", kernel, instruction, "subnormal operands and results become zeros of their sign")
-        if _atomic_sum(instruction):
-            yield _note("atomic", kernel, instruction, "threads that share a cell add in no fixed order")
+        order = _atomic_sum(instruction)
+        if order is not None:
+            yield _note("atomic", kernel, instruction, order)
         if instruction.opcode == "cvt":
             how = _rounding(instruction)
             if how is not None:

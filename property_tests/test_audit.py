@@ -88,9 +88,13 @@ def test_approximations_flushes_atomics_and_conversions_have_their_lines() -> No
         "cvt.rn.satfinite.e4m3x2.f32 %h1, %r1, %r2;",
         "cvt.rzi.s32.f32 %r1, %r2;",
         "cvt.u32.u16 %r1, %h1;",
+        "cp.reduce.async.bulk.tensor.1d.global.shared::cta.add.tile.bulk_group [%a, {%r1}], [%r2];",
+        "cp.reduce.async.bulk.tensor.1d.global.shared::cta.max.tile.bulk_group [%a, {%r1}], [%r2];",
+        "red.global.add.noftz.bf16x2 [%a], %r1;",
     )
     assert found(*lines) == [
-        ("approximate", 0), ("approximate", 1), ("flush", 0), ("atomic", 2), ("rounding", 5),
+        ("approximate", 0), ("approximate", 1), ("flush", 0), ("atomic", 2), ("atomic", 10), ("atomic", 12),
+        ("rounding", 5),
         ("rounding", 7), ("rounding", 8),
     ]  # fmt: skip
     details = [note.detail for note in audit_ptx(module(*lines)).of("rounding")]
