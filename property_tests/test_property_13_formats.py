@@ -85,7 +85,8 @@ def encode_by_definition(element: FloatFormat, values: list[float], rounding: st
     if rounding in ("nearest_even", "nearest_away"):
         to_below = magnitude < middle
         if rounding == "nearest_even":
-            to_below |= (magnitude == middle) & (below % 2 == 0)
+            # Without mantissa bits the upper significand, 2, is the even one.
+            to_below |= (magnitude == middle) & (below % 2 == 0) & (element.mantissa_bits > 0)
     elif rounding == "toward_zero":
         to_below = np.ones(len(grid[above]), dtype=bool)
     else:
@@ -208,7 +209,11 @@ def test_float64_is_rounded_once(element: FloatFormat, data: st.DataObject) -> N
 
 
 @given(
-    values=st.lists(st.floats(min_value=0, allow_nan=False, allow_infinity=False, width=32), min_size=1),
+    values=st.lists(
+        st.floats(min_value=0, allow_nan=False, allow_infinity=False, width=32)
+        | st.integers(-126, 126).map(lambda power: 1.5 * 2.0**power),
+        min_size=1,
+    ),
     rounding=st.sampled_from(DIRECTED),
 )
 def test_e8m0_rounds_by_definition(values: list[float], rounding: str) -> None:
@@ -377,6 +382,38 @@ def test_gfloat_rounds_the_same(element: FloatFormat, rounding: str) -> None:
     ours = element.round(x, rounding).numpy()
     np.testing.assert_array_equal(ours, theirs)
     np.testing.assert_array_equal(np.signbit(ours), np.signbit(theirs))
+
+
+@pytest.mark.parametrize("rounding", DIRECTED)
+def test_gfloat_rounds_e8m0_the_same_but_for_ties(rounding: str) -> None:
+    """Every bfloat16 in range. To nearest even, gfloat takes the even code of a tie and not the even significand."""
+    x = all_bfloat16()
+    x = x[torch.isfinite(x) & (x >= 2.0**-127)].to(torch.float64)
+    theirs = gfloat.round_ndarray(GFLOAT[E8M0], x.numpy(), GFLOAT_ROUNDINGS[rounding], True)
+    differing = x[torch.from_numpy(theirs) != E8M0.round(x, rounding)]
+    # Ties above codes 0, 2 and so on to 252; what lies above the last code saturates.
+    ties = [1.5 * 2.0**power for power in range(-127, 126, 2)] if rounding == "nearest_even" else []
+    assert differing.tolist() == ties
+
+
+@pytest.mark.parametrize("width", [1, 4, 8, 16])
+@pytest.mark.parametrize("element", [f for f in GFLOAT if f.signed], ids=str)
+def test_gfloat_rounds_stochastically_the_same(element: FloatFormat, width: int) -> None:
+    """Every finite bfloat16 with bits of one draw, as gfloat's fastest form; the others round what the bits cut off."""
+    x = all_bfloat16()
+    x = x[torch.isfinite(x)].to(torch.float64)
+    bits = torch.randint(0, 1 << width, x.shape, generator=torch.Generator().manual_seed(width))
+    ours = element.round(x, "stochastic", random_bits=bits, random_width=width).numpy()
+
+    def gfloats(form: gfloat.RoundMode) -> np.ndarray:
+        return gfloat.round_ndarray(GFLOAT[element], x.numpy(), form, True, bits.numpy(), width)
+
+    np.testing.assert_array_equal(ours, gfloats(gfloat.RoundMode.StochasticFastest))
+    np.testing.assert_array_equal(np.signbit(ours), np.signbit(gfloats(gfloat.RoundMode.StochasticFastest)))
+    for form in (gfloat.RoundMode.Stochastic, gfloat.RoundMode.StochasticOdd, gfloat.RoundMode.StochasticFast):
+        differing = (gfloats(form) != ours).mean()
+        assert differing <= 2.0 ** -(width + 3)
+        assert width > 4 or differing > 0
 
 
 @given(codes=st.lists(st.integers(0, 15), min_size=2, max_size=64).filter(lambda c: len(c) % 2 == 0))

@@ -153,7 +153,8 @@ class FloatFormat:
 
         NaN gives `nan_code`; a format without NaN gives its largest positive value
         (`cvt.rn.satfinite.e2m1x2`). -0 keeps its sign, and so does what rounds to zero; FNUZ formats have no
-        -0 and give 0. E8M0 has no zero: 0 and everything below 2**-127 give code 0.
+        -0 and give 0. E8M0 has no zero: 0 and everything below 2**-127 give code 0. Its significands 1 and 2
+        make the upper neighbour the even one of every tie, as in PyTorch and ml_dtypes.
 
         ValueError: unknown rounding or overflow, another dtype, missing or unexpected random bits,
         "nonfinite" for a format with neither Inf nor NaN, a negative value for an unsigned format.
