@@ -90,6 +90,12 @@ def test_the_page_of_instructions_is_up_to_date() -> None:
     assert page == table.render(), "run `python -m moe_numerics.virtual_gpu.table > docs/instructions.md`"
 
 
+@pytest.mark.parametrize("name", [name for names in table.MISSING.values() for name in names])
+def test_what_the_page_calls_missing_is_missing(name: str) -> None:
+    with pytest.raises(ValueError, match="is no instruction"):
+        silicon.evidence_of(name, "sm_100a")
+
+
 def test_the_package_ships_the_evidence_of_the_last_run() -> None:
     assert silicon.load_evidence() == silicon.load_evidence(FOLDER)
 

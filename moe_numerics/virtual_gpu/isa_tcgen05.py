@@ -91,15 +91,24 @@ def relinquish(b: Lowering, m: Modifiers) -> Step:
 
 # -- loads and stores -------------------------------------------------------------------------------------------------
 
-_SHAPES = "shape=32x32b|16x256b|16x128b"
+_SHAPES = "shape=32x32b|16x32bx2|16x64b|16x128b|16x256b"
 _NUMBER = "num=x1|x2|x4|x8|x16|x32|x64|x128"
 
 
 def cells(shape: str, count: int) -> tuple[Array, Array]:
-    """Lane and column [32, registers] of each lane's registers, relative to the address."""
+    """Lane and column [32, registers] of each lane's registers, relative to the address.
+
+    The layouts of 16x64b and 16x32bx2 are those of the atoms in CUTLASS's include/cute/atom/copy_traits_sm100.hpp.
+    """
     lane = np.arange(32)[:, None]
     if shape == "32x32b":
         return np.broadcast_to(lane, (32, count)), np.broadcast_to(np.arange(count)[None, :], (32, count))
+    if shape == "16x32bx2":
+        r = np.arange(count)[None, :]
+        return lane % 16 + 0 * r, r + 0 * lane
+    if shape == "16x64b":
+        r = np.arange(count)[None, :]
+        return lane % 2 * 8 + lane // 4 + 0 * r, 2 * r + lane // 2 % 2
     if shape == "16x256b":
         r = np.arange(4 * count)[None, :]
         return lane // 4 + 8 * (r // 2 % 2), 8 * (r // 4) + 2 * (lane % 4) + r % 2
@@ -129,15 +138,33 @@ def _place(w: Any, i: Index, address: Array, lanes: Array, columns: Array) -> An
         yield t, slice(k, k + 32), int(w.block[t]), lanes + lane, columns + column
 
 
-@instruction(f"tcgen05 .ld .sync .aligned {_SHAPES} {_NUMBER} .b32", kind="sync", features=SM100)
+def _layout(b: Lowering, m: Modifiers, registers: int, packed: bool) -> tuple[Array, Array]:
+    """Lanes and columns [32, cells] that the registers of an instruction stand for, one or (packed) two for each."""
+    split = 0
+    if m.shape == "16x32bx2":
+        offsets = [o for o in b.operands if isinstance(o, ptx.Imm)]
+        if len(offsets) != 1:
+            raise b.fail(f"`{b.ins.name}` needs the column where its second half begins")
+        split = int(offsets[0].value)
+    lanes, columns = cells(m.shape, int(m.num[1:]))
+    if registers != lanes.shape[1]:
+        raise b.fail(f"`{b.ins.name}` needs {lanes.shape[1]} registers, found {registers}")
+    if packed:
+        lanes, columns = np.repeat(lanes, 2, axis=1), np.stack((2 * columns, 2 * columns + 1), axis=-1).reshape(32, -1)
+    return lanes, columns + (np.arange(32)[:, None] // 16 * split if split else 0)
+
+
+@instruction(f"tcgen05 .ld .sync .aligned {_SHAPES} {_NUMBER} .pack::16b? .b32", kind="sync", features=SM100)
 def load(b: Lowering, m: Modifiers) -> Step:
-    """Synchronous: compiled kernels leave out the wait where registers are used at once."""
+    """Synchronous: compiled kernels leave out the wait where registers are used at once.
+
+    `.pack::16b` puts the lower halves of two columns beside each other into a register.
+    """
     _all_lanes(b)
     writes = [b.write(o, "b32") for o in b.items(b.operands[0])]
     address = b.full(tensor_address(b, b.operands[1]))
-    lanes, columns = cells(m.shape, int(m.num[1:]))
-    if len(writes) != lanes.shape[1]:
-        raise b.fail(f"`{b.ins.name}` needs {lanes.shape[1]} registers, found {len(writes)}")
+    packed = bool(m.pack__16b)
+    lanes, columns = _layout(b, m, len(writes), packed)
 
     def step(w: Any, i: Index) -> None:
         out = np.empty((w.count(i), lanes.shape[1]), np.uint32)
@@ -146,23 +173,27 @@ def load(b: Lowering, m: Modifiers) -> Step:
                 w.tracker.tensor_read(w, t, block, np.unique(column))
             w.tensor_memory.check_written(block, row, column, t)
             out[mine] = w.tensor_memory.words[block, row, column]
+        if packed:
+            out = out[:, 0::2] & np.uint32(0xFFFF) | out[:, 1::2] << np.uint32(16)
         for n, write in enumerate(writes):
             write(w, i, np.ascontiguousarray(out[:, n]))
 
     return step
 
 
-@instruction(f"tcgen05 .st .sync .aligned {_SHAPES} {_NUMBER} .b32", kind="sync", features=SM100)
+@instruction(f"tcgen05 .st .sync .aligned {_SHAPES} {_NUMBER} .unpack::16b? .b32", kind="sync", features=SM100)
 def store(b: Lowering, m: Modifiers) -> Step:
+    """`.unpack::16b` puts the halves of a register into the lower halves of two columns; the upper ones become 0."""
     _all_lanes(b)
     address = b.full(tensor_address(b, b.operands[0]))
-    reads = [b.full(b.read(o, "b32")) for o in b.items(b.operands[1])]
-    lanes, columns = cells(m.shape, int(m.num[1:]))
-    if len(reads) != lanes.shape[1]:
-        raise b.fail(f"`{b.ins.name}` needs {lanes.shape[1]} registers, found {len(reads)}")
+    reads = [b.full(b.read(o, "b32")) for o in b.items(b.operands[-1])]
+    packed = bool(m.unpack__16b)
+    lanes, columns = _layout(b, m, len(reads), packed)
 
     def step(w: Any, i: Index) -> None:
         values = np.stack([r(w, i) for r in reads], axis=1)
+        if packed:
+            values = np.stack((values & np.uint32(0xFFFF), values >> np.uint32(16)), axis=-1).reshape(len(values), -1)
         for t, mine, block, row, column in _place(w, i, address(w, i), lanes, columns):
             if w.tracker is not None:
                 w.tracker.tensor_write(w, t, block, np.unique(column))
@@ -213,11 +244,19 @@ def blocks_of(w: Any, thread: int, group: str) -> list[int]:
     return [first, first + 1]
 
 
-_COPY = {"128x256b": (128, 32), "128x128b": (128, 16), "32x128b": (32, 16)}
+_COPY = {"128x256b": (128, 32), "128x128b": (128, 16), "64x128b": (64, 16), "32x128b": (32, 16)}
+# Rows of the source for the 128 lanes of tensor memory.
+_SPREAD = {
+    None: np.arange(128),
+    "warpx4": np.arange(128) % 32,
+    "warpx2::02_13": np.arange(128) % 64,
+    "warpx2::01_23": np.arange(128) // 64 * 32 + np.arange(128) % 32,
+}
 
 
 @instruction(f"tcgen05 .cp {GROUP} shape=128x256b|128x128b", features=SM100)
-@instruction(f"tcgen05 .cp {GROUP} shape=32x128b .warpx4", features=SM100)
+@instruction(f"tcgen05 .cp {GROUP} shape=64x128b spread=warpx2::02_13|warpx2::01_23", features=SM100)
+@instruction(f"tcgen05 .cp {GROUP} shape=32x128b spread=warpx4", features=SM100)
 def copy(b: Lowering, m: Modifiers) -> Step:
     address = b.full(tensor_address(b, b.operands[0]))
     descriptor = b.full(b.read(b.operands[1], "b64"))
@@ -249,9 +288,7 @@ def copy(b: Lowering, m: Modifiers) -> Step:
                     else:
                         o.take()
                 for block, tile in zip(blocks, data, strict=True):
-                    words = np.ascontiguousarray(tile).view(np.uint32)
-                    if rows == 32:
-                        words = np.tile(words, (4, 1))
+                    words = np.ascontiguousarray(tile).view(np.uint32)[_SPREAD[m.spread]]
                     w.tensor_memory.words[block, :, column : column + width // 4] = words
                     w.tensor_memory.written[block, :, column : column + width // 4] = True
 

@@ -9,7 +9,44 @@ from . import isa  # noqa: F401  (fills the table of instructions)
 from .launch import MULTIPROCESSORS
 from .registry import Form, Slot, forms
 
-__all__ = ["covered", "evidence", "render"]
+__all__ = ["MISSING", "covered", "evidence", "render"]
+
+MISSING: dict[str, tuple[str, ...]] = {
+    "registers of 128 bits, and work taken from blocks that have not begun": (
+        "mov.b128", "ld.global.b128", "atom.global.cas.b128", "clusterlaunchcontrol.try_cancel.async.shared::cta"
+        ".mbarrier::complete_tx::bytes.b128",
+    ),
+    "approximate float64, and sums that heed operands outside a tensor": (
+        "rcp.approx.ftz.f64", "rsqrt.approx.f64", "fma.rn.oob.f16",
+    ),
+    "products of float64, of integers of 4 bits and of single bits, and sparse ones": (
+        "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64", "mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32",
+        "mma.sync.aligned.m16n8k256.row.col.s32.b1.b1.s32.xor.popc",
+        "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32",
+    ),
+    "`wgmma` of integers, and sparse": (
+        "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8", "wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16",
+    ),
+    "`tcgen05` of integers, sparse, with stationary weights or shifted rows, and copies that unpack narrow formats": (
+        "tcgen05.mma.cta_group::1.kind::i8", "tcgen05.mma.sp.cta_group::1.kind::f16",
+        "tcgen05.mma.ws.cta_group::1.kind::f16", "tcgen05.mma.cta_group::1.kind::f16.ashift",
+        "tcgen05.shift.cta_group::1.down", "tcgen05.cp.cta_group::1.4x256b",
+        "tcgen05.cp.cta_group::1.128x256b.b8x16.b4x16_p64",
+    ),
+    "matrices of narrow elements": (
+        "ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8", "ldmatrix.sync.aligned.m8n16.x1.shared.b8x16.b4x16_p64",
+        "stmatrix.sync.aligned.m16n8.x1.trans.shared.b8",
+    ),
+    "copies of patches, of scattered rows and of chosen bytes, and stores that fill": (
+        "cp.async.bulk.tensor.3d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes",
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes",
+        "cp.async.bulk.global.shared::cta.bulk_group.cp_mask", "st.bulk.weak.shared::cta",
+    ),
+    "memory of several devices, textures, the stack, video": (
+        "multimem.ld_reduce.relaxed.sys.global.add.f32", "tex.2d.v4.f32.f32", "alloca.u64", "vadd4.u32.u32.u32",
+    ),
+}  # fmt: skip
+"""Instructions of sm_90a and sm_100a that are not executed, by what they do."""
 
 _IDLE = frozenset({
     "hint", "l1", "l2", "l2b", "cop", "scope", "sem", "reuse", "policy", "secondary", "multicast",
@@ -110,6 +147,13 @@ def render() -> str:
         if kind == "silicon":
             lines.append(f"{arch}: " + ", ".join(f"{totals[arch][k]} forms {k}" for k in totals[arch]) + ".")
             lines.append("")
+    lines += [
+        "## Not executed",
+        "",
+        "These are one error that names the instruction and its line, as any unknown one:",
+        "",
+    ]
+    lines += [f"- {what}: {', '.join(f'`{name}`' for name in names)}" for what, names in MISSING.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
