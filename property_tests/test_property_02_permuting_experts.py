@@ -23,11 +23,12 @@ from kernel_runs import (
     stochastic,
 )
 
-from moe_numerics.paths import Path
+from moe_numerics.paths import Path, find_path
 from moe_numerics.strategies import cases
 
-# The random bits of stochastic rounding are keyed by the number of the expert, which a permutation changes.
-PATHS = [path for path in few_paths() if not stochastic(path)]
+# The random bits of stochastic rounding are keyed by the number of the expert, which a permutation changes: then scales
+# and amax move, and codes, which another draw rounds, do not (property 12 holds them to their neighbours).
+PATHS = [*(path for path in few_paths() if not stochastic(path)), find_path("quantize.nvfp4.rht.sr")]
 
 
 @pytest.mark.parametrize("device", reference_and_kernels(), indirect=True)
@@ -46,7 +47,7 @@ def test_permuting_experts_permutes_outputs(path: Path, device: ActiveDevice, da
     plain = device.run(path, case, contract).outputs
     permuted = device.run(path, given_tensors(moved_case, tensors), contract).outputs
     for spec in path.outputs_of(case):
-        if spec.rows == "buffer":
+        if spec.rows == "buffer" or (stochastic(path) and spec.name.startswith("codes")):
             continue
         for place, expert in enumerate(order):
             assert_same(
