@@ -73,6 +73,9 @@ def _hints() -> Scene:
     fences += ["fence.proxy.alias;", "fence.proxy.async;", "fence.proxy.async.global;",
                "fence.proxy.async.shared::cluster;"]  # fmt: skip
     fences += [f"fence.proxy.tensormap::generic.release.{scope};" for scope in ("cta", "cluster", "gpu", "sys")]
+    fences += ["membar.proxy.alias;"]
+    fences += [f"fence{kind}.{sem}.sync_restrict::shared::{place}.cluster;" for kind, (sem, place) in product(
+        ("", ".proxy.async::generic"), (("acquire", "cluster"), ("release", "cta")))]  # fmt: skip
     waits = ["setmaxnreg.dec.sync.aligned.u32 40;", "setmaxnreg.inc.sync.aligned.u32 64;",
              "griddepcontrol.launch_dependents;", "griddepcontrol.wait;"]  # fmt: skip
     every = [*policies, *hints, *fences, *waits]

@@ -332,95 +332,18 @@ def _clusters() -> Iterator[Scene]:
     )  # fmt: skip
 
 
-_LOADED = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64")
-
-
-def _loads() -> Iterator[Scene]:
-    """Loads and stores of every width and sign, in global, shared and generic addresses."""
-    data = as_bytes(operand("u64", 0, 512))
-    for space in ("global", "shared", "local", "generic"):
-        lines, names = [], []
-        dotted = "" if space == "generic" else f".{space}"
-        base = {"global": "%at", "shared": "%k", "local": "%l", "generic": "%g"}[space]
-        for n, kind in enumerate(_LOADED):
-            wide = kind.endswith("64")
-            register = "%d" if wide else "%v" if not kind.startswith("b") or kind == "b32" else "%h"
-            if kind == "b8":
-                register = "%v"
-            lines.append(f"ld{dotted}.{kind} {register}, [{base}+{8 * (n % 2)}];")
-            if register == "%h":
-                lines.append("cvt.u32.u16 %v, %h;")
-            lines.append(f"st.global.{'b64 ' if wide else 'b32 '}[%out+{8 * n}], {'%d' if wide else '%v'};")
-            lines.append(f"st{dotted}.{kind} [{base}+{8 * (n % 2)}], {register};")
-            names += [f"ld{dotted}.{kind}", f"st{dotted}.{kind}"]
-        lines.append(f"ld{dotted}.v2.b32 {{%v, %w}}, [{base}]; st{dotted}.v2.b32 [{base}+8], {{%w, %v}};")
-        lines.append(f"ld{dotted}.v4.b32 {{%v, %w, %x, %y}}, [{base}]; st{dotted}.v4.b32 [{base}], {{%y, %v, %w, %x}};")
-        lines.append(f"ld{dotted}.v2.b64 {{%d, %e}}, [{base}]; st{dotted}.v2.b64 [{base}], {{%e, %d}};")
-        lines.append(f"ld{dotted}.v2.b64 {{%d, %e}}, [{base}]; st.global.v2.b64 [%out+112], {{%d, %e}};")
-        names += [f"{op}{dotted}.{v}" for op in ("ld", "st") for v in ("v2.b32", "v4.b32", "v2.b64")]
-        listing = "\n    ".join(lines)
-        body = f"""
-        mad.wide.u32 %src, %t, 16, %p0; mad.wide.u32 %at, %t, 16, %p2; mad.wide.u32 %out, %t, 128, %p1;
-        mov.u32 %s, cells; mad.lo.u32 %k, %t, 16, %s; mov.u64 %l, frame;
-        ld.global.v2.b64 {{%d, %e}}, [%src];
-        st.global.v2.b64 [%at], {{%d, %e}}; st.shared.v2.b64 [%k], {{%d, %e}}; st.local.v2.b64 [%l], {{%d, %e}};
-        cvt.u64.u32 %g, %k; cvta.shared.u64 %g, %g;
-        {listing}
-        """
-        yield Scene(
-            f"memory.{space}", body, (*names, "cvta.shared.u64"), (data[:2048],), (128 * 128, 2048),
-            registers=".reg .b16 %h; .reg .b32 %k, %v, %w, %x, %y; "
-            ".reg .b64 %src, %at, %out, %l, %g, %d, %e; .local .align 16 .b8 frame[32];",
-            module=".shared .align 128 .b8 cells[2048];",
-        )  # fmt: skip
-
-
-def _addresses() -> Iterator[Scene]:
-    """Generic addresses of every space, there and back."""
-    body = (
-        """
-    mad.wide.u32 %src, %t, 4, %p0; ld.global.b32 %v, [%src];
-    mov.u32 %s, cells; mad.lo.u32 %k, %t, 4, %s; cvt.u64.u32 %a, %k; mov.u64 %l, frame;
-    mad.wide.u32 %out, %t, 32, %p1;
-    cvta.shared.u64 %g, %a; st.b32 [%g], %v; ld.shared.b32 %r0, [%k];
-    cvta.to.shared.u64 %b, %g; cvt.u32.u64 %n, %b; ld.shared.b32 %r1, [%n];
-    add.u32 %v, %v, 1;
-    cvta.local.u64 %h, %l; st.b32 [%h], %v; ld.local.b32 %r2, [%l];
-    cvta.to.local.u64 %b, %h; ld.local.b32 %r3, [%b];
-    cvta.to.global.u64 %b, %src; ld.global.b32 %r4, [%b]; cvta.global.u64 %b, %b; ld.b32 %r5, [%b];
-    mov.b32 %r6, 0;
-    """
-        + "".join(
-            f"isspacep.{space} %q, {register}; selp.b32 %n, {1 << bit}, 0, %q; or.b32 %r6, %r6, %n;\n    "
-            for bit, (space, register) in enumerate(product(("global", "shared", "local"), ("%g", "%h", "%src")))
-        )
-        + """
-    st.global.v4.b32 [%out], {%r0, %r1, %r2, %r3}; st.global.v4.b32 [%out+16], {%r4, %r5, %r6, %v};
-    """
-    )
-    yield Scene(
-        "memory.addresses", body,
-        ("cvta.shared.u64", "cvta.to.shared.u64", "cvta.local.u64", "cvta.to.local.u64", "cvta.global.u64",
-         "cvta.to.global.u64", "isspacep.global", "isspacep.shared", "isspacep.local"),
-        (as_bytes(operand("u32", 0, 128)),), (128 * 32,),
-        registers=".reg .b32 %k, %v, %n, %r<7>; .reg .b64 %src, %out, %a, %b, %g, %h, %l; .reg .pred %q; "
-        ".local .align 16 .b8 frame[32];",
-        module=".shared .align 128 .b8 cells[512];",
-    )  # fmt: skip
-
-
 def scenes() -> tuple[Scene, ...]:
     """Every scene, in a fixed order."""
     from moe_numerics.silicon_atomics import atomics
     from moe_numerics.silicon_bulk import bulk
     from moe_numerics.silicon_maps import changes
+    from moe_numerics.silicon_memory import memories
     from moe_numerics.silicon_order import orders
     from moe_numerics.silicon_tensors import tensors
     from moe_numerics.silicon_wgmma import products
 
     families = (
-        _loads,
-        _addresses,
+        memories,
         _barriers,
         _mbarriers,
         _copies,

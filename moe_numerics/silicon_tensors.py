@@ -244,9 +244,10 @@ def tensors() -> Iterator[Scene]:
         yield _load(tile, ("shared::cluster", "shared::cta")[n % 2])
         # A store begins inside the tensor, or past it.
         yield _store(replace(tile, at=tuple(max(0, c) for c in tile.at), nan=False))
-    yield _load(
-        Tile("u16", (64, 8), (64, 8), (8, 0), 3), "shared::cta", "mov.u64 %at, p2; prefetch.param.tensormap [%at]"
-    )
+    tile = Tile("u16", (64, 8), (64, 8), (8, 0), 3)
+    yield _load(tile, "shared::cta", "prefetch.param.tensormap [p2]")
+    constant = _load(replace(tile, at=(16, 0)), "shared::cta", "prefetch.const.tensormap [other]")
+    yield replace(constant, module=f"{constant.module} .const .align 128 .b8 other[128];")
     yield _multicast(Tile("bf16", (72, 40), (64, 16), (-8, 7), 3))
     yield from _reductions()
     for at in ((0, -1), (4, 0)):

@@ -42,7 +42,7 @@ def _checked(b: Lowering, m: Modifiers) -> None:
 
 
 @instruction(f"ld {_LOADED} {_SCOPE} space?={_SPACES} .nc? cop?=ca|cg|cs|lu|cv {_READ_LEVEL} vec?=v2|v4 {_TYPES}")
-@instruction(f"ld sem?=weak space=global cop=ca|cg|cs .nc {_READ_LEVEL} vec?=v2|v4 {_TYPES}")
+@instruction(f"ld space=global cop=ca|cg|cs .nc {_READ_LEVEL} vec?=v2|v4 {_TYPES}")
 @instruction(f"ld sem=mmio .relaxed scope=sys space?=global {_TYPES}")
 @instruction(
     f"ld {_LOADED} {_SCOPE} space?=global .nc? cop?=ca|cg|cs|lu|cv {_READ_LEVEL} vec=v8 {_WIDE}",
