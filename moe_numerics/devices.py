@@ -108,7 +108,12 @@ def _described(compiled: list[Any]) -> tuple[Kernel, ...]:
 
 
 class VirtualDevice:
-    """A virtual GPU of one architecture. `schedule`: "fast", or a seed of an adversarial order of warps and blocks."""
+    """A virtual GPU of one architecture. `schedule`: "fast", or a seed of an adversarial order of warps and blocks.
+
+    stops_outside: whether a store outside of what a case owns ends the kernel, with its line; else comparing shows it.
+    """
+
+    stops_outside = True
 
     def __init__(self, target: str, schedule: str | int = "fast"):
         if target not in VIRTUAL_TARGETS:
@@ -147,8 +152,12 @@ class VirtualDevice:
         }
         for tensor in tensors.values():
             gpu.readonly(tensor)
-        for tensor in outputs.values():
+        experts = path.experts(case)
+        owned = {spec.name: spec.owned(experts) for spec in path.outputs_of(case)}
+        for name, tensor in outputs.items():
             gpu.uninitialized(tensor)
+            if self.stops_outside and name in owned and not bool(owned[name].all()):
+                gpu.owned(tensor, owned[name])
         seen = len(gpu.findings)
         try:
             with compilation.recording() as compiled:

@@ -167,6 +167,7 @@ FAULTS = [
         "store past the expert's end",
         FORWARD,
         Edit(r"setp\.lt\.s32( \t%p\d+, %r\d+, %r\d+;\s+and\.pred )", r"setp.le.s32\1", ROWS),
+        message="outside of what the case owns",
     ),
     Fault(
         "tile at a boundary taken for the expert before",

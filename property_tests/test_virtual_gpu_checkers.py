@@ -240,6 +240,38 @@ def test_uninitialised_and_readonly_tensors() -> None:
             gpu.launch(copy, "k", 1, 40, [given, out])
 
 
+@pytest.mark.parametrize("schedule", ["fast", 1])
+@pytest.mark.parametrize(
+    ("store", "line"),
+    [
+        ("st.global.v2.b32 [%rd1], {%t, %t};", "st.global.v2.b32"),
+        ("red.global.add.u32 [%rd1+4], %t;", "red.global.add.u32"),
+        ("st.global.u8 [%rd1+7], %h1;", "st.global.u8"),
+        ("cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 16;", "cp.async.bulk.global"),
+    ],
+)
+def test_stores_outside_of_what_a_case_owns_are_reported_at_their_line(
+    store: str, line: str, schedule: str | int
+) -> None:
+    """Fault: a store to rows of another case's tokens, or to padding, is known by its traces only, or not at all."""
+    body = "mul.lo.u32 %r1, %t, 16; mad.wide.u32 %rd1, %t, 16, %out; mov.b16 %h1, 7; mov.u32 %r2, buffer;"
+    body += " add.u32 %r1, %r1, %r2; st.shared.v4.b32 [%r1], {%t, %t, %t, %t}; fence.proxy.async.shared::cta;"
+    text = module(body + f"\n {store}\n cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;")
+    for rows, allowed in ((8, True), (6, False)):
+        out, given = torch.zeros(8, 4, dtype=torch.int32), torch.zeros(8, 4, dtype=torch.int32)
+        with virtual_gpu("sm_90a", schedule=schedule) as gpu:
+            gpu.owned(out, torch.arange(8) < rows)
+            if allowed:
+                gpu.launch(text, "k", 1, 8, [out, given])
+                continue
+            with pytest.raises(VirtualGPUError, match="outside of what the case owns") as caught:
+                gpu.launch(text, "k", 1, 8, [out, given])
+        finding = caught.value.finding
+        assert finding.kind == "not_owned"
+        assert line in text.split("\n")[(finding.line or 0) - 1]
+        assert finding.thread == (6, 0, 0)
+
+
 def test_written_marks_only_the_view() -> None:
     """Fault: a mark on a slice covers its neighbours, or the wrong bytes of them."""
     storage = torch.zeros(8, 8, dtype=torch.int16)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from . import schedule as schedules
@@ -108,7 +109,7 @@ class VirtualGPU:
             whole = tensor.numel() * tensor.element_size() == allocation.size
             if allocation.shadow is not None or not whole:
                 allocation.track()
-                _elements(allocation, tensor).fill_(0)
+                _elements(allocation, allocation.track(), tensor).fill_(0)
             else:
                 allocation.track(defined=False)
             allocation.must_be_written = True
@@ -123,7 +124,22 @@ class VirtualGPU:
             return torch.zeros(tensor.shape, dtype=torch.bool)
         if allocation.shadow is None:
             raise error("argument", "written() needs uninitialized() on the same tensor before the launch")
-        return _elements(allocation, tensor).bool().all(dim=-1)
+        return _elements(allocation, allocation.track(), tensor).bool().all(dim=-1)
+
+    def owned(self, tensor: torch.Tensor, mask: torch.Tensor) -> None:
+        """Makes a store to an element of a tensor an error where `mask` is False.
+
+        mask: bool, one for each row or broadcastable to the tensor. Copies of tensors (TMA) are not checked.
+        """
+        allocation = self._allocation(tensor)
+        if allocation is None:
+            return
+        if allocation.closed is None:
+            allocation.closed = np.zeros(allocation.buffer.size, np.uint8)
+        closed = allocation.closed[allocation.base - allocation.start :][: allocation.size]
+        rows = mask.reshape(-1, *[1] * (tensor.dim() - 1)) if mask.dim() == 1 else mask
+        elements = _elements(allocation, closed, tensor)
+        elements.copy_((~rows).to(torch.uint8).unsqueeze(-1).expand(elements.shape))
 
     def readonly(self, tensor: torch.Tensor) -> None:
         """Makes every store to the storage of a tensor an error."""
@@ -132,7 +148,7 @@ class VirtualGPU:
             allocation.readonly = True
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Takes back `allocate`, `uninitialized` and `readonly` for the storage of a tensor."""
+        """Takes back `allocate`, `uninitialized`, `owned` and `readonly` for the storage of a tensor."""
         allocation = self._memory.find(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().data_ptr())
         if allocation is not None:
             self._memory.remove(allocation)
@@ -250,9 +266,9 @@ def _triple(value: int | Sequence[int]) -> Triple:
     return x, y, z
 
 
-def _elements(allocation: Allocation, tensor: torch.Tensor) -> torch.Tensor:
-    """The shadow bytes of a tensor's elements, shaped [*tensor.shape, itemsize]."""
-    shadow = torch.from_numpy(allocation.track())
+def _elements(allocation: Allocation, marks: npt.NDArray[np.uint8], tensor: torch.Tensor) -> torch.Tensor:
+    """What `marks`, a byte for each of the allocation, holds of a tensor: [*tensor.shape, itemsize]."""
+    shadow = torch.from_numpy(marks)
     size = tensor.element_size()
     start = tensor.data_ptr() - tensor.storage_offset() * size - allocation.base
     return torch.as_strided(

@@ -97,7 +97,7 @@ def perform(
     parts = memory.locate(w, i, space, address, size)
     old = np.empty(address.size, view) if want else None
     for region, offsets, where in parts:
-        memory.check_writable(region, i, where, address)
+        memory.check_writable(region, i, where, address, size)
         items = offsets >> memory.SHIFT[size]
         if region.must_be_written and w.checkers:
             memory.check_written(w, i, region, items, size, 1, where, address)

@@ -338,9 +338,10 @@ def bulk_store(b: Lowering, m: Modifiers) -> Step:
             pieces = spread(shared_span(w, t, int(sources[k]), n), n)
             check_source(w, t, pieces)
             one = np.array([t])
-            ends = np.array([target, target + n - 16], np.uint64)
-            for region, _, _ in memory.locate(w, np.array([t, t]), "global", ends, 16):
-                memory.check_writable(region, one, None, np.array([target], np.uint64))
+            touched = np.uint64(target) + np.arange(0, n, 16, dtype=np.uint64)
+            many = np.full(touched.size, t)
+            for region, _, where in memory.locate(w, many, "global", touched, 16):
+                memory.check_writable(region, many, where, touched, 16)
 
             def write(data: Array, target: int = target, one: Array = one) -> None:
                 words = np.ascontiguousarray(data).view(np.uint64).reshape(-1)

@@ -90,7 +90,7 @@ def bulk_reduce(b: Lowering, m: Modifiers) -> Step:
             where = np.uint64(target) + np.arange(0, n, 16, dtype=np.uint64)
             many = np.full(where.size, t)
             for region, offsets, _ in memory.locate(w, many, "global", where, 16):
-                memory.check_writable(region, many, None, where)
+                memory.check_writable(region, many, None, where, 16)
                 if region.must_be_written and w.checkers:
                     memory.check_written(w, many, region, offsets >> 3, 8, 2, None, where)
 

@@ -68,7 +68,10 @@ class Region:
 
 
 class Allocation(Region):
-    """A range of global memory that kernels may touch. `owner` keeps it alive."""
+    """A range of global memory that kernels may touch. `owner` keeps it alive.
+
+    closed: one byte for each byte of the region, 1 where a store is an error; None: nowhere, but for `readonly`.
+    """
 
     def __init__(self, base: int, size: int, name: str, owner: object, readonly: bool = False) -> None:
         # The buffer begins at a multiple of 16, so that item numbers follow from addresses by shifting.
@@ -81,6 +84,7 @@ class Allocation(Region):
         self.name = name
         self.owner = owner
         self.readonly = readonly
+        self.closed: npt.NDArray[np.uint8] | None = None
 
     def track(self, defined: bool = True) -> npt.NDArray[np.uint8]:
         """The shadow of the bytes from `base` on, made if there is none, with all bytes defined or none of them."""
@@ -303,11 +307,28 @@ def check_written(
             )
 
 
-def check_writable(region: Region, i: Index, where: Index, address: Array) -> None:
-    if isinstance(region, Allocation) and region.readonly:
+def check_writable(region: Region, i: Index, where: Index, address: Array, size: int) -> None:
+    """Refuses stores of `size` bytes at each address: all of a read-only allocation, some of a partly closed one."""
+    if not isinstance(region, Allocation):
+        return
+    if region.readonly:
         at = 0 if where is None else int(where[0])
         a = int(address[at])
         raise Fault("readonly", f"a store to {region.name}, which was marked read-only", position(i, at), a)
+    if region.closed is not None:
+        mine = address if where is None else address[where]
+        first_bytes = (mine - np.uint64(region.start)).astype(np.int64)
+        # Rows are closed as a whole, so that an access is either open or reaches a closed byte at one of its ends.
+        shut = (region.closed[first_bytes] | region.closed[first_bytes + size - 1]) != 0
+        if shut.any():
+            k = first(shut)
+            at = k if where is None else int(where[k])
+            raise Fault(
+                "not_owned",
+                f"a store to {region.name} outside of what the case owns",
+                position(i, at),
+                int(address[at]),
+            )
 
 
 def store(w: Wave, i: Index, space: str, address: Array, size: int, values: list[Any]) -> None:
@@ -317,7 +338,7 @@ def store(w: Wave, i: Index, space: str, address: Array, size: int, values: list
     shift = SHIFT[size]
     w.launch.traffic(parts[0][0].space if parts else space, "written", address.size * size * count)
     for region, offsets, where in parts:
-        check_writable(region, i, where, address)
+        check_writable(region, i, where, address, size * count)
         items = offsets >> shift if shift else offsets
         mine = [v if where is None or v.ndim == 0 else v[where] for v in values]
         if w.tracker is not None:
