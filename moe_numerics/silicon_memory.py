@@ -87,6 +87,59 @@ def _addresses() -> Iterator[Scene]:
     )  # fmt: skip
 
 
+def _spaces() -> Scene:
+    """Addresses of constants, parameters and the cluster's shared memory, and which space each is in."""
+    spaces = ("global", "shared", "shared::cta", "shared::cluster", "local", "const", "param", "param::entry")
+    tests, names = [], []
+    for n, register in enumerate(("%gc", "%gp", "%ge", "%far", "%near", "%gl", "%at")):
+        tests.append(f"mov.b32 %r{n}, 0;")
+        for bit, space in enumerate(spaces):
+            tests.append(f"isspacep.{space} %q, {register}; selp.b32 %n, {1 << bit}, 0, %q; or.b32 %r{n}, %r{n}, %n;")
+            names.append(f"isspacep.{space}")
+    listing = "\n    ".join(tests)
+    body = f"""
+    mad.wide.u32 %at, %i, 4, %p0; mad.wide.u32 %out, %i, 64, %p1; ld.global.nc.b32 %v, [%at];
+    mov.u32 %rank, %cluster_ctarank; xor.b32 %peer, %rank, 1;
+    mov.u32 %s, cells; mad.lo.u32 %k, %t, 4, %s; st.shared.b32 [%k], %v;
+    mov.u64 %c0, table; cvta.const.u64 %gc, %c0; ld.b32 %w0, [%gc+4];
+    cvta.to.const.u64 %c0, %gc; ld.const.b32 %w1, [%c0+8];
+    mov.u64 %c1, p0; cvta.param.u64 %gp, %c1; ld.b64 %d, [%gp]; cvta.to.param.u64 %c1, %gp; ld.param.b64 %e, [%c1];
+    mov.u64 %c2, p0; cvta.param::entry.u64 %ge, %c2; cvta.to.param::entry.u64 %c2, %ge; ld.param::entry.b64 %f, [%c2];
+    sub.u64 %d, %d, %e; sub.u64 %e, %e, %f; cvt.u32.u64 %w2, %d; cvt.u32.u64 %w3, %e;
+    cvt.u64.u32 %c3, %k; cvta.shared::cluster.u64 %near, %c3; cvta.to.shared::cluster.u64 %c3, %near;
+    cvta.shared::cta.u64 %near, %c3;
+    mapa.u64 %far, %near, %peer; getctarank.u64 %w4, %far; getctarank.u64 %w5, %near;
+    cvt.u64.u32 %c4, %k; mapa.shared::cluster.u64 %c4, %c4, %peer; getctarank.shared::cluster.u64 %n, %c4;
+    cvt.u32.u64 %k2, %c4;
+    mov.u64 %l, frame; cvta.local.u64 %gl, %l; st.b32 [%gl], %v;
+    {listing}
+    barrier.cluster.arrive.release;
+    barrier.cluster.wait.acquire;
+    ld.b32 %w6, [%far];
+    add.u32 %n, %n, %v; st.shared::cluster.b32 [%k2+512], %n;
+    barrier.cluster.arrive;
+    barrier.cluster.wait;
+    ld.shared.b32 %w7, [%k+512];
+    st.global.v4.b32 [%out], {{%w0, %w1, %w2, %w3}}; st.global.v4.b32 [%out+16], {{%w4, %w5, %w6, %w7}};
+    st.global.v4.b32 [%out+32], {{%r0, %r1, %r2, %r3}}; st.global.v4.b32 [%out+48], {{%r4, %r5, %r6, 0}};
+    """
+    shows = (
+        *dict.fromkeys(names), "cvta.const.u64", "cvta.to.const.u64", "ld.const.b32", "cvta.param.u64",
+        "cvta.to.param.u64", "ld.param.b64", "cvta.param::entry.u64", "cvta.to.param::entry.u64", "ld.param::entry.b64",
+        "cvta.shared::cluster.u64", "cvta.to.shared::cluster.u64", "cvta.shared::cta.u64", "mapa.u64", "getctarank.u64",
+        "mapa.shared::cluster.u64", "getctarank.shared::cluster.u64", "st.shared::cluster.b32", "ld.global.nc.b32",
+        "barrier.cluster.arrive.release", "barrier.cluster.wait.acquire", "barrier.cluster.arrive",
+        "barrier.cluster.wait",
+    )  # fmt: skip
+    return Scene(
+        "memory.spaces", body, shows, (as_bytes(operand("u32", 0, 256)),), (256 * 64,), 128, 2, 2,
+        registers=".reg .b32 %r<7>, %w<8>, %v, %n, %k, %k2, %rank, %peer; .reg .pred %q; "
+        ".reg .b64 %at, %out, %c<5>, %gc, %gp, %ge, %gl, %near, %far, %d, %e, %f, %l; .local .align 16 .b8 frame[32];",
+        module=".const .align 8 .b32 table[4] = {0x11, 0x2233, 0x44556677, 0x8899AABB}; "
+        ".shared .align 8 .b8 cells[1024];",
+    )  # fmt: skip
+
+
 _HELD = ".reg .b16 %h; .reg .b32 %v, %w, %x, %y; .reg .b64 %src, %at, %out, %d, %e;"
 
 
@@ -156,5 +209,6 @@ def memories() -> Iterator[Scene]:
     """Loads and stores of every type, and generic addresses."""
     yield from _loads()
     yield from _addresses()
+    yield _spaces()
     yield _read_only()
     yield _mapped()

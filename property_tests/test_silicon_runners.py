@@ -10,14 +10,16 @@ import os
 import time
 from dataclasses import replace
 from functools import partial
+from typing import Self
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_numerics import silicon
 from moe_numerics.devices import DeviceError
-from moe_numerics.silicon_runners import Bytes, IsolatedRunner, Job, SiliconError
+from moe_numerics.silicon_runners import Bytes, IsolatedRunner, Job, SiliconError, VirtualRunner
 
 JOB = Job("fine", "", "micro", 1, 32, (), (4,), True)
 
@@ -69,3 +71,38 @@ def test_a_job_that_hangs_is_ended() -> None:
 def test_a_device_that_cannot_be_opened_is_refused_at_once() -> None:
     with pytest.raises(DeviceError, match="opening the device failed: no such device"):
         IsolatedRunner(partial(Device, False), method="fork").__enter__()
+
+
+class _Flawed:
+    """A device that refuses one kernel, survives a trap, and does the others as the virtual GPU does."""
+
+    def __init__(self, make: object) -> None:
+        self.virtual = VirtualRunner(silicon.ARCH)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, job: Job) -> list[Bytes]:
+        if job.name == "discard":
+            raise SiliconError("discard on cuda: CUDA error: an illegal instruction was encountered")
+        if job.stops:
+            return [np.zeros(size, np.uint8) for size in job.outputs]
+        return self.virtual.run(job)
+
+
+def test_a_capture_reports_what_fails_and_what_should_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a failure that ends the capture or passes for evidence, and a fault of the model that silicon lacks."""
+    names = ("trap.stops", "discard", "unary.f16", "cp.async.bulk")
+    chosen = [work for work in silicon.jobs(128) if work.job.name in names]
+    assert len(chosen) == len(names)
+    monkeypatch.setattr(silicon, "IsolatedRunner", _Flawed)
+    monkeypatch.setattr(silicon, "jobs", lambda count: iter(chosen))
+    outcomes, vectors = silicon.capture("cuda", 128, 1)
+    found = {o.name: o for o in outcomes}
+    assert "illegal instruction" in found["discard"].error
+    assert found["trap.stops"].differences > 0
+    assert found["cp.async.bulk"].equal
+    assert not any(name.endswith("/discard") for name in vectors)

@@ -8,6 +8,7 @@ of evidence that says more than was compared.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,17 @@ def test_only_what_is_stated_differs_from_silicon() -> None:
         if outcome["differences"] and not outcome["name"].startswith(silicon.UNMODELLED):
             assert replayed[outcome["name"]] == 0, outcome["name"]
     assert report["summary"]["compared"] == len(report["outcomes"])
+
+
+def test_the_readme_quotes_the_last_run() -> None:
+    summary = json.loads((FOLDER / "report.json").read_text(encoding="utf-8"))["summary"]
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    page = (ROOT / "docs" / "instructions.md").read_text(encoding="utf-8")
+    forms = re.search(r"^sm_90a: (\d+) forms silicon", page, re.MULTILINE)
+    assert forms is not None
+    assert f"{summary['compared']:,} comparisons" in readme
+    assert f"{summary['elements']:,} elements" in readme
+    assert f"the other {forms[1]} instruction forms of `sm_90a`" in readme
 
 
 def test_every_model_of_an_approximation_was_swept_over_all_inputs() -> None:
