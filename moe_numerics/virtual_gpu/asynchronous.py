@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 
-@dataclass
+@dataclass(eq=False)
 class Operation:
     """One asynchronous operation.
 
     read: takes the operands, its result is passed to write. instruction: who issued it, for messages. done: called
     when the operation's issuer knows that the reads are over. warps: whose registers it writes.
-    chain: for a product, which warps add to their accumulators (see isa_wgmma).
+    chain: how a product goes on from those before it (see isa_wgmma and isa_tcgen05_mma). number: order of issue.
     """
 
     read: Callable[[], Any]
@@ -41,6 +41,7 @@ class Operation:
     done: list[Callable[[], None]] = field(default_factory=list)
     warps: frozenset[int] = frozenset()
     chain: Any = None
+    number: int = 0
 
     def take(self) -> None:
         if not self.has_read:
@@ -77,9 +78,12 @@ class Pending:
     def __init__(self, wave: Wave) -> None:
         self.w = wave
         self.queue: list[Operation] = []
+        self.issued = 0
 
     def issue(self, operation: Operation, what: str = "copy") -> Operation:
-        """Starts an operation (a `copy` or a `product`); the schedule may finish it at once."""
+        """Starts an operation, which the schedule may finish at once; what: see `Schedule.asynchronous`."""
+        operation.number = self.issued
+        self.issued += 1
         how = self.w.schedule.asynchronous(what)
         if how == "now":
             operation.finish()

@@ -158,11 +158,10 @@ class NamedBarriers:
             leaving = [t for resume, t, _, _ in released if resume >= 0]
             nobody = np.empty(0, np.intp)
             w.tracker.barrier([(t, time) for _, t, _, time in released], np.concatenate(leaving) if leaving else nobody)
-        everyone = w.threads
         for resume, free, finish, _ in released:
             if resume < 0:
                 continue
-            i: Index = None if free.size == everyone else free
+            i = w.group(free)
             if finish is not None:
                 b = w.block[free]
                 finish(i, true[b], participants[b])

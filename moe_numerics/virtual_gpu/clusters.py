@@ -58,7 +58,7 @@ class ClusterBarrier:
         self.mine[go] = -1
         if stay.size:
             self.parked.append((instruction, stay, w.resume))
-        return [None if go.size == w.threads else go]
+        return [w.group(go)]
 
     def complete(self) -> None:
         """Ends the phase of clusters whose living threads have all arrived."""
@@ -76,7 +76,7 @@ class ClusterBarrier:
             free = done[self.cluster[threads]]
             if free.any():
                 self.mine[threads[free]] = -1
-                w.push(resume, None if int(free.sum()) == w.threads else threads[free])
+                w.push(resume, w.group(threads[free]))
             if not free.all():
                 self.parked.append((instruction, threads[~free], resume))
 

@@ -78,7 +78,7 @@ def issue_store(
     """Issues what takes `pieces` of shared memory to global memory, for the bulk groups of the threads `members`."""
     operation = Operation(snapshot(w, pieces), write, ins)
     if w.tracker is not None:
-        operation.done.append(w.tracker.async_read(w, thread, pieces))
+        operation.done.append(w.tracker.async_read(w, [thread], pieces))
     w.bulk_groups.add(members, operation)
     w.pending.issue(operation)
 
@@ -317,7 +317,7 @@ def bulk_across(b: Lowering, m: Modifiers) -> Step:
             operation = Operation(snapshot(w, pieces), write, b.ins)
             agent = w.mbarriers.get(signal, t, "a bulk copy's completion").agent
             if w.tracker is not None:
-                operation.done.append(w.tracker.async_read(w, t, pieces))
+                operation.done.append(w.tracker.async_read(w, [t], pieces))
                 w.tracker.async_write(w, t, agent, spread(into, n))
             w.pending.issue(operation)
 

@@ -138,7 +138,7 @@ def reduce_across(b: Lowering, m: Modifiers) -> Step:
             operation = Operation(snapshot(w, pieces), write, b.ins)
             agent = w.mbarriers.get(signal, t, "a bulk reduction's completion").agent
             if w.tracker is not None:
-                operation.done.append(w.tracker.async_read(w, t, pieces))
+                operation.done.append(w.tracker.async_read(w, [t], pieces))
                 w.tracker.async_write(w, t, agent, cells)
             w.pending.issue(operation)
 

@@ -55,8 +55,11 @@ def arrivals(w: Any, i: Index, offsets: Array, counts: Array, expects: Array | N
     tokens = np.zeros(threads.size, np.uint64)
     announced = np.zeros_like(offsets) if expects is None else expects.astype(np.int64)
     table = np.stack((offsets, counts.astype(np.int64), announced))
-    rows, inverse = np.unique(table, axis=1, return_inverse=True)
-    inverse = inverse.reshape(-1)
+    if (table == table[:, :1]).all():
+        rows, inverse = table[:, :1], np.zeros(threads.size, np.intp)
+    else:
+        rows, inverse = np.unique(table, axis=1, return_inverse=True)
+        inverse = inverse.reshape(-1)
     for n in range(rows.shape[1]):
         offset, count, expect = (int(v) for v in rows[:, n])
         mine = np.flatnonzero(inverse == n)

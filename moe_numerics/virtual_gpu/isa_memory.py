@@ -8,7 +8,8 @@ import numpy as np
 
 from . import memory, ptx
 from .lowering import VIEW, Lowering
-from .registry import Index, Modifiers, Step, instruction
+from .memory import Array
+from .registry import Delayed, Index, Modifiers, Step, instruction
 
 _TYPES = "type=b8|u8|s8|b16|u16|s16|b32|u32|s32|b64|u64|s64|f32|f64"
 _WIDE = "type=b32|u32|s32|f32"
@@ -144,6 +145,17 @@ def store(b: Lowering, m: Modifiers) -> Step:
         memory.store(w, i, space, address(w, i), size, [np.asarray(r(w, i)).view(dtype) for r in reads])
         w.strong = False
 
+    def delayed(w: Any, i: Index) -> Delayed:
+        where, values = address(w, i), [np.asarray(r(w, i)).view(dtype) for r in reads]
+        w.ahead.expect_store(space, where, size * count)
+
+        def put(w: Any, threads: Array, positions: Array) -> None:
+            mine = [v if v.ndim == 0 else v[positions] for v in values]
+            memory.store(w, threads, space, where[positions], size, mine)
+
+        return put
+
+    b.delayed = delayed
     return step
 
 

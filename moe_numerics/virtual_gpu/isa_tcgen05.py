@@ -296,7 +296,7 @@ def copy(b: Lowering, m: Modifiers) -> Step:
             if w.tracker is not None:
                 for block in blocks:
                     moved = where.reshape(-1) + block * w.shared_stride
-                    operation.done.append(w.tracker.async_read(w, t, moved, described.swizzle))
+                    operation.done.append(w.tracker.async_read(w, [t], moved, described.swizzle))
             w.tensor_queues[t].append(operation)
             w.tensor_uncommitted.setdefault(t, []).append(operation)
             w.pending.issue(operation)

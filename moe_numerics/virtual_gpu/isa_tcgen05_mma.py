@@ -286,7 +286,7 @@ def _issue(
                     where = pieces(described, count, 32, transposed, ELEMENT_BYTES[kind]).reshape(-1)
                     check_bounds(w, where, thread)
                     where = where + block * w.shared_stride
-                    operation.done.append(w.tracker.async_read(w, thread, where, described.swizzle))
+                    operation.done.append(w.tracker.async_read(w, [thread], where, described.swizzle))
             operation.done.append(w.tracker.tensor_product(w, thread, block, span))
     w.tensor_queues[thread].append(operation)
     w.tensor_uncommitted.setdefault(thread, []).append(operation)

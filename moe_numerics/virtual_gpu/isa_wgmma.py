@@ -6,6 +6,7 @@ in shared memory are read when the operation happens, which is between its issue
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from .errors import Fault
 from .lowering import Lowering
 from .memory import Array
 from .registry import Index, Modifiers, Step, instruction
-from .tensor_memory_layout import check_bounds, pieces, read_tile, wgmma_descriptor
+from .tensor_memory_layout import check_range, pieces, read_tile, wgmma_descriptor
 
 _EVERY_LANE = np.uint32(0xFFFFFFFF)
 _BITS = {"bf16": 16, "f16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
@@ -37,6 +38,50 @@ class Shape:
     a: str
     b: str
     result: str
+
+
+@dataclass
+class Chain:
+    """What products have to share to be done as one, and how one of them goes on from those before it.
+
+    kind: shape, signs and registers. keep: which warps add to their accumulators. threads: the fragment.
+    before: earlier products onto the same registers, oldest first.
+    """
+
+    kind: tuple[Any, ...]
+    keep: Array
+    threads: Index
+    before: list[Operation]
+
+
+def linked(operation: Operation) -> tuple[list[Operation], list[Operation]]:
+    """The products that `operation` adds to and that can be done with it as one with a longer K, itself last.
+
+    Then the products before these.
+    """
+    links, before = [operation], operation.chain.before
+    left = len(before)
+    while left and links[0].chain.keep.all():
+        earlier = before[left - 1]
+        if earlier.finished or earlier.warps != operation.warps or earlier.chain.kind != operation.chain.kind:
+            break
+        links.insert(0, earlier)
+        left -= 1
+    return links, before[:left]
+
+
+def alike(links: list[Operation], flying: list[Operation]) -> list[list[Operation]]:
+    """Chains of the same instructions in other warps whose operands are taken: their results come along unseen."""
+    found, warps = [], set(links[-1].warps)
+    for operation in flying:
+        if operation.finished or operation.instruction is not links[-1].instruction or operation.warps & warps:
+            continue
+        others, before = linked(operation)
+        same = [o.instruction for o in others] == [o.instruction for o in links]
+        if same and all(o.has_read for o in others) and all(o.finished for o in before):
+            found.append(others)
+            warps |= operation.warps
+    return found
 
 
 def operand(kind: str, raw: Array) -> torch.Tensor:
@@ -98,8 +143,12 @@ def mma(b: Lowering, m: Modifiers) -> Step:
     wanted = shape.columns // (2 if shape.result == "f32" else 4)
     if len(targets) != wanted:
         raise b.fail(f"`{b.ins.name}` needs {wanted} accumulator registers, found {len(targets)}")
-    writes = [b.write(t, "b32") for t in targets]
+    for target in targets:
+        b.write(target, "b32")
     numbers_of = [t.index for t in targets if isinstance(t, ptx.Reg)]
+    if len(numbers_of) != wanted:
+        raise b.fail(f"`{b.ins.name}` needs registers as accumulators")
+    registers = frozenset(numbers_of)
     b.in_flight(numbers_of)
     from_registers = isinstance(b.operands[1], ptx.Vector)
     a_registers = [b.full(b.read(r, "b32")) for r in b.items(b.operands[1])] if from_registers else []
@@ -108,10 +157,10 @@ def mma(b: Lowering, m: Modifiers) -> Step:
     scale_d = b.read(b.operands[3], "pred")
     scales = [int(o.value) for o in b.operands[4:] if isinstance(o, ptx.Imm)]
     negate_a, negate_b = scales[0] == -1, scales[1] == -1
+    kind = (shape, negate_a, negate_b, registers)
     rest = scales[2:]
     transpose_a = bool(rest[0]) if not from_registers and len(rest) == 2 else False
     transpose_b = bool(rest[-1]) if rest else False
-    accumulators = [b.read_accumulator(t) for t in targets]
     row, column = fragment(shape.columns)
 
     def step(w: Any, i: Index) -> None:
@@ -144,41 +193,36 @@ def mma(b: Lowering, m: Modifiers) -> Step:
             if key not in cache:
                 left = rows == 64 and a_bits is not None and bits in set(a_bits.tolist())
                 transposed = transpose_a if left else transpose_b
-                raw = read_tile(w, block, pieces(wgmma_descriptor(bits), rows, 32, transposed), thread)
+                raw = read_tile(w, block, _pieces(bits, rows, transposed), thread)
                 cache[key] = shared_operand(raw, shape.a if left else shape.b, transposed)
             return cache[key]
 
         def write(tiles: list[tuple[Array, Array]]) -> None:
-            steps = [tiles]
-            first = keep
-            # Products that wait in a chain on the same accumulators are done as one with a longer K.
-            left = len(before_this)
-            while left and first.all():
-                earlier = before_this[left - 1]
-                if earlier.finished or earlier.warps != operation.warps:
-                    break
-                earlier.take()
-                earlier.finished = True
-                steps.insert(0, earlier.taken)
-                first = earlier.chain
-                left -= 1
-            for earlier in before_this[:left]:
+            links, before = linked(operation)
+            for earlier in before:
                 earlier.finish()
-            before = [acc(w, i) for acc in accumulators] if first.any() else None
-            out = _multiply(shape, steps, before, first, negate_a, negate_b, row, column)
-            for n, put in enumerate(writes):
-                put(w, i, out[n])
+            chains = [links] if w.ahead is None else [links, *alike(links, w.in_flight[registers])]
+            joined = i if len(chains) == 1 else np.concatenate([c[-1].chain.threads for c in chains])
+            keep = np.concatenate([c[0].chain.keep for c in chains])
+            taken: list[list[tuple[Array, Array]]] = [[] for _ in links]
+            for c in chains:
+                for step, link in zip(taken, c, strict=True):
+                    link.take()
+                    step += link.taken
+                    link.finished = True
+                    link.taken = None
+            start = w.read_words(numbers_of, joined) if keep.any() else None
+            out = _multiply(shape, taken, start, keep, negate_a, negate_b, row, column)
+            w.write_words(numbers_of, joined, out)
 
         operation = Operation(read, write, b.ins)
-        operation.chain = keep
         _note_reads(w, shape, threads, a_bits, b_bits, transpose_a, transpose_b, operation.done)
         w.wgmma_groups.add(threads[::32], operation)
         operation.warps = frozenset(w.warp[threads[::32]].tolist())
         # Products onto the same accumulators happen in their order of issue.
-        before_this = [o for o in w.in_flight.get(numbers_of[0], []) if o.warps & operation.warps]
-        for k in numbers_of:
-            w.in_flight.setdefault(k, []).append(operation)
-        w.pending.issue(operation, "product")
+        operation.chain = Chain(kind, keep, i, w.earlier(registers, operation.warps))
+        w.take_off(registers, operation)
+        w.pending.issue(operation, "registers")
 
     return step
 
@@ -190,20 +234,38 @@ def _note_reads(
     """Tells the race checker which shared memory the product reads."""
     if w.tracker is None:
         return
+    read: dict[tuple[int, int], list[int]] = {}
     for n, t in enumerate(threads[::32].tolist()):
-        base = int(w.block[t]) * w.shared_stride
-        for bits, rows, transposed in ((a_bits, 64, transpose_a), (b_bits, shape.columns, transpose_b)):
-            if bits is None:
-                continue
-            described = wgmma_descriptor(int(bits[n]))
-            where = pieces(described, rows, 32, transposed)
-            check_bounds(w, where, t)
-            if bits is a_bits:
-                quarter = (t % w.per_block) // 32 % 4
-                # Its own 16 rows, which are two pieces of eight along M in a transposed tile.
-                mine = slice(2 * quarter, 2 * quarter + 2) if transposed else slice(16 * quarter, 16 * quarter + 16)
-                where = where[:, mine] if transposed else where[mine]
-            done.append(w.tracker.async_read(w, t, where.reshape(-1) + base, described.swizzle))
+        block = int(w.block[t])
+        read.setdefault((block, int(b_bits[n])), []).append(t)
+        if a_bits is not None:
+            quarter = (t % w.per_block) // 32 % 4
+            where, low, high, swizzle = _covered(int(a_bits[n]), 64, transpose_a, quarter)
+            check_range(w, low, high, t)
+            done.append(w.tracker.async_read(w, [t], where + block * w.shared_stride, swizzle))
+    for (block, bits), readers in read.items():
+        where, low, high, swizzle = _covered(bits, shape.columns, transpose_b, None)
+        check_range(w, low, high, readers[0])
+        done.append(w.tracker.async_read(w, readers, where + block * w.shared_stride, swizzle))
+
+
+@functools.lru_cache(maxsize=1024)
+def _pieces(bits: int, rows: int, transposed: bool) -> Array:
+    return pieces(wgmma_descriptor(bits), rows, 32, transposed)
+
+
+@functools.lru_cache(maxsize=1024)
+def _covered(bits: int, rows: int, transposed: bool, quarter: int | None) -> tuple[Array, int, int, int]:
+    """The pieces that an operand covers in a block's shared memory, the lowest and highest of them, and its swizzle.
+
+    quarter: a warp's own 16 rows of operand A alone, which are two pieces of eight along M in a transposed tile.
+    """
+    where = _pieces(bits, rows, transposed)
+    low, high = int(where.min()), int(where.max())
+    if quarter is not None:
+        mine = slice(2 * quarter, 2 * quarter + 2) if transposed else slice(16 * quarter, 16 * quarter + 16)
+        where = where[:, mine] if transposed else where[mine]
+    return where.reshape(-1), low, high, wgmma_descriptor(bits).swizzle
 
 
 def _multiply(
@@ -212,26 +274,39 @@ def _multiply(
 ) -> list[Array]:  # fmt: skip
     """New accumulator registers of all lanes, register by register, after the products of `steps` in order."""
     count = len(steps[0])
-    same = all(t[1] is tiles[0][1] for tiles in steps for t in tiles)
-    a = operand(shape.a, np.concatenate([np.stack([t[0] for t in tiles]) for tiles in steps], axis=-1))
-    right = [tiles[0][1][None] if same else np.stack([t[1] for t in tiles]) for tiles in steps]
-    b = operand(shape.b, np.concatenate(right, axis=-1))
-    if same:
-        a = a.reshape(1, count * 16, -1)
+    groups = _sharing(steps)
+    order = [n for group in groups for n in group]
+    b = operand(shape.b, np.stack([np.concatenate([tiles[g[0]][1] for tiles in steps], axis=-1) for g in groups]))
+    left = np.concatenate([np.stack([tiles[n][0] for n in order]) for tiles in steps], axis=-1)
+    a = operand(shape.a, left).reshape(len(groups), count // len(groups) * 16, -1)
     a, b = _signed(a, negate_a, shape.a), _signed(b, negate_b, shape.b)
     half = shape.result == "f16"
     start = np.zeros((count, 16, shape.columns), np.float16 if half else np.float32)
     if before is not None:
         start[:, row, column] = _unpack(before, count, half)
         start[~keep] = 0
-    c = torch.from_numpy(start if not same else start.reshape(1, count * 16, shape.columns))
+    c = torch.from_numpy(start[order].reshape(len(groups), -1, shape.columns))
     result = tensor_core.accumulate(
         a, b, c, _model(shape), a_format=shape.a if _BITS[shape.a] == 8 else None,
         b_format=shape.b if _BITS[shape.b] == 8 else None,
     )  # fmt: skip
-    lanes = result.numpy().reshape(count, 16, shape.columns)[:, row, column].reshape(count * 32, -1)
-    words = np.ascontiguousarray(lanes).view(np.uint32)
-    return [np.ascontiguousarray(words[:, n]) for n in range(words.shape[1])]
+    lanes = np.empty((count, 32, row.shape[1]), result.numpy().dtype)
+    lanes[order] = result.numpy().reshape(count, 16, shape.columns)[:, row, column]
+    return list(np.ascontiguousarray(lanes.reshape(count * 32, -1).view(np.uint32).T))
+
+
+def _sharing(steps: list[list[tuple[Array, Array]]]) -> list[list[int]]:
+    """Warps by their operands B: groups of one size, each with the same bytes in all steps."""
+    count = len(steps[0])
+    tiles: dict[tuple[int, ...], list[int]] = {}
+    for n in range(count):
+        tiles.setdefault(tuple(id(step[n][1]) for step in steps), []).append(n)
+    groups: dict[bytes, list[int]] = {}
+    for mine in tiles.values():
+        raw = b"".join(step[mine[0]][1].tobytes() for step in steps) if len(tiles) > 1 else b""
+        groups.setdefault(raw, []).extend(mine)
+    sizes = {len(group) for group in groups.values()}
+    return list(groups.values()) if len(sizes) == 1 else [[n] for n in range(count)]
 
 
 def _unpack(registers: list[Array], count: int, half: bool) -> Array:
@@ -270,11 +345,10 @@ def wait(b: Lowering, m: Modifiers) -> Step:
     def step(w: Any, i: Index) -> None:
         threads = w.index(i)
         finished = w.wgmma_groups.due(threads[::32], count)
-        w.pending.force(finished)
-        over = {id(o) for o in finished}
-        if over:
-            left = {k: [o for o in flying if id(o) not in over] for k, flying in w.in_flight.items()}
-            w.in_flight = {k: flying for k, flying in left.items() if flying}
+        # The last product first: it takes those that it adds to along.
+        w.pending.force(finished[::-1])
+        if finished:
+            w.land(finished)
         if w.tracker is not None:
             w.tracker.warp_barrier(w, i, _EVERY_LANE)
 

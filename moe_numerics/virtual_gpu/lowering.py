@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from . import ptx
 from .errors import Fault, VirtualGPUError, error
-from .registry import TABLE, Form, Index, Step
+from .registry import TABLE, Delayed, Form, Index, Step
 
 if TYPE_CHECKING:
     from .program import Program
@@ -65,6 +65,8 @@ class Lowering:
         self.reads: set[int] = set()
         self.writes: set[int] = set()
         self.sync_mask: Read | None = None
+        # For a store: takes its operands and gives what does it later, for some of the threads.
+        self.delayed: Callable[[Wave, Index], Delayed] | None = None
         self.plain = False
         # Whether a register may be read before it was written.
         self.lenient = False
@@ -163,34 +165,18 @@ class Lowering:
         """Says that the instruction writes these registers later, so that reading them needs a wait first."""
         self.program.async_registers.update(registers)
 
-    def read_accumulator(self, operand: ptx.Operand) -> Read:
-        """The bits of a register that an asynchronous instruction may still write; zeros if it was never written."""
-        if not isinstance(operand, ptx.Reg):
-            raise self.fail(f"an accumulator of `{self.ins.name}` needs a register, not {operand}")
-        k = operand.index
-
-        def read(w: Wave, i: Index) -> Array:
-            if w.regs[k] is None and w.parts[k] is None:
-                return np.zeros(w.count(i), np.uint32)
-            return w.values(k, i).view(np.uint32)
-
-        return read
-
     def _landed(self, k: int, inner: Read) -> Read:
         name = self.program.kernel.register_names[k]
 
         def read(w: Wave, i: Index) -> Array:
-            flying = w.in_flight.get(k)
-            if flying and w.checkers:
-                warps = set(np.unique(w.warp[w.index(i)]).tolist())
-                for operation in flying:
-                    if operation.warps & warps:
-                        raise Fault(
-                            "in_flight",
-                            f"register {name} is used before a wait for the `{operation.instruction.opcode}` at line "
-                            f"{operation.instruction.line} that writes it",
-                            int(w.index(i)[0]),
-                        )
+            if w.in_flight and w.checkers and k in w.unlanded(i):
+                operation = next(o for flying in w.in_flight.items() if k in flying[0] for o in flying[1])
+                raise Fault(
+                    "in_flight",
+                    f"register {name} is used before a wait for the `{operation.instruction.opcode}` at line "
+                    f"{operation.instruction.line} that writes it",
+                    int(w.index(i)[0]),
+                )
             return inner(w, i)
 
         return read

@@ -154,7 +154,7 @@ class Mbarriers:
 
     def _pass(self, m: Mbarrier, waiter: Waiter, threads: Array, value: bool) -> None:
         w = self.w
-        i: Index = None if threads.size == w.threads else threads
+        i = w.group(threads)
         waiter.write(i, np.full(threads.size, value))
         if value and w.tracker is not None:
             w.tracker.acquire(m, threads)

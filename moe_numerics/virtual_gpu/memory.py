@@ -343,10 +343,12 @@ def store(w: Wave, i: Index, space: str, address: Array, size: int, values: list
         mine = [v if where is None or v.ndim == 0 else v[where] for v in values]
         if w.tracker is not None:
             w.tracker.access(w, i, where, region, offsets, size * count, "write", (items, size, mine))
+        # Threads in the order of their places do not meet.
+        apart = w.tracker is None or w.strong or bool((items[1:] > items[:-1]).all())
         for k, v in enumerate(mine):
             at = items if k == 0 else items + k
             region.store(at, size, v)
-            if w.tracker is not None and not w.strong:
+            if not apart:
                 lost = region.load(at, size) != v
                 if lost.any():
                     n = first(lost)

@@ -16,10 +16,11 @@ import numpy as np
 
 from moe_numerics.garbage import uncollected
 
-from . import ptx, ptx_parser
+from . import ptx, ptx_parser, visibility
 from .errors import Fault, error
 from .lowering import Lowering, choose, find_form, guard
-from .registry import Form, Index, Step
+from .registry import Delayed, Form, Index, Step
+from .visibility import View
 
 if TYPE_CHECKING:
     from .wave import Wave
@@ -27,13 +28,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class Segment:
-    """A run of steps. `end` gives where each part of the fragment goes on, as (segment, threads) pairs."""
+    """A run of steps. `end` gives where each part of the fragment goes on, as (segment, threads) pairs.
+
+    view: what others can notice of it; origins: of a `LOAD`, words of the parameters from which its address comes;
+    delayed: of a `STORE`, takes its operands and gives the threads that store, and what lets some of them do it.
+    """
 
     number: int
     steps: list[tuple[Step, ptx.Instruction]] = field(default_factory=list)
     end: Callable[[Wave, Index], list[tuple[int, Index]]] | None = None
     end_instruction: ptx.Instruction | None = None
     sync: Callable[[Wave, Index], tuple[Index, Index]] | None = None
+    view: View = View.VISIBLE
+    origins: frozenset[int] = frozenset()
+    delayed: Callable[[Wave, Index], tuple[Index, Delayed]] | None = None
+
+    @property
+    def first(self) -> ptx.Instruction | None:
+        return self.steps[0][1] if self.steps else self.end_instruction
 
     @property
     def length(self) -> int:
@@ -48,6 +60,7 @@ class Program:
     unproved: registers that some path may read before it wrote them; only these carry a shadow at run time.
     undefined: registers that no instruction writes.
     shared_offsets, local_offsets: where variables lie; static_shared, local_bytes: how much they need.
+    stores: words of the parameters from which the addresses of stores to global memory come; None: not known.
     """
 
     kernel: ptx.Kernel
@@ -63,6 +76,7 @@ class Program:
     local_bytes: int = 0
     sha256: str = ""
     async_registers: set[int] = field(default_factory=set)
+    stores: list[frozenset[int]] | None = None
 
     @property
     def param_bytes(self) -> int:
@@ -75,13 +89,13 @@ SHARED_START = 1024
 
 
 @dataclass
-class _Built:
+class Built:
     form: Form
     step: Step
     lowering: Lowering
 
 
-def _build(program: Program) -> list[_Built]:
+def _build(program: Program) -> list[Built]:
     built = []
     for ins in program.kernel.code:
         lowering = Lowering(program, ins)
@@ -92,23 +106,23 @@ def _build(program: Program) -> list[_Built]:
                 step = guard(lowering, step)
             else:
                 lowering.reads.add(ins.guard)
-        built.append(_Built(form, step, lowering))
+        built.append(Built(form, step, lowering))
     return built
 
 
-def _leaders(program: Program, built: list[_Built]) -> list[int]:
+def _leaders(program: Program, built: list[Built]) -> list[int]:
     starts = {0} | set(program.kernel.labels.values())
     for n, b in enumerate(built):
         if b.form.kind in ("branch", "exit", "blocking"):
             starts.add(n + 1)
         if b.form.kind in ("sync", "blocking"):
             starts.add(n)
-        if program.fine and b.form.opcode in ("ld", "st", "atom", "red", "ldmatrix", "stmatrix", "ldu"):
-            starts.add(n)
+    if program.fine:
+        visibility.part(program, built, starts)
     return sorted(s for s in starts if s < len(built))
 
 
-def _targets(program: Program, b: _Built) -> list[int]:
+def _targets(program: Program, b: Built) -> list[int]:
     """Instruction numbers that a branch may go to."""
     ops = b.lowering.operands
     kernel = program.kernel
@@ -125,7 +139,7 @@ def _targets(program: Program, b: _Built) -> list[int]:
     return [kernel.labels[n] for n in names]
 
 
-def _unproved(program: Program, built: list[_Built], starts: list[int]) -> frozenset[int]:
+def _unproved(program: Program, built: list[Built], starts: list[int]) -> frozenset[int]:
     """Registers that a path from the entry may read before writing, by forward must-analysis over segments."""
     number = {s: k for k, s in enumerate(starts)}
     ends = [*starts[1:], len(built)]
@@ -170,7 +184,7 @@ def _unproved(program: Program, built: list[_Built], starts: list[int]) -> froze
     return frozenset(unproved)
 
 
-def _ending(program: Program, b: _Built, after: int, number: dict[int, int], last: int) -> Callable[..., Any]:
+def _ending(program: Program, b: Built, after: int, number: dict[int, int], last: int) -> Callable[..., Any]:
     """What happens at the end of a segment: (segment, threads) pairs; segment `last` means the kernel's end."""
     ins = b.lowering.ins
     guard_read = None if ins.guard is None else b.lowering.read(ptx.Reg(ins.guard), "pred")
@@ -290,10 +304,12 @@ def lower(module: ptx.Module, kernel: ptx.Kernel, arch: str, fine: bool) -> Prog
         if segment.end is None:
             segment.end = lambda w, i, after=after: [(after, i)]
         program.segments.append(segment)
+    if fine:
+        visibility.note_views(program, built, starts)
     return program
 
 
-def _rendezvous(b: _Built) -> Callable[[Wave, Index], tuple[Index, Index]]:
+def _rendezvous(b: Built) -> Callable[[Wave, Index], tuple[Index, Index]]:
     mask = b.lowering.sync_mask
     assert mask is not None
     guard_read = None if b.lowering.ins.guard is None else b.lowering.read(ptx.Reg(b.lowering.ins.guard), "pred")

@@ -249,6 +249,14 @@ class Order:
             thread, address, "proxy",
         )  # fmt: skip
 
+    def still_reading(self, w: Wave, line: int, thread: int, address: int) -> None:
+        """A thread writes where the asynchronous operation of a line may not be over."""
+        self._add(
+            w, ("reading", w.line, line),
+            f"the thread writes shared memory that the asynchronous operation of line {line} may still be reading",
+            thread, address,
+        )  # fmt: skip
+
     def note(self, w: Wave, kind: str, message: str, thread: int) -> None:
         """A finding of the running instruction, once for each line."""
         self._add(w, (kind, w.line), message, thread, None, kind)

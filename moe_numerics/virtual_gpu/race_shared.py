@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .memory import Region
+from .race_async import AsyncReads
 from .race_order import Order
 
 if TYPE_CHECKING:
@@ -51,9 +52,7 @@ class SharedRaces(Order):
         self.read_latest = np.zeros(n, np.int64)
         self.read_time: Array | None = None
         self.read_lane: Array | None = None
-        # Pieces of 16 bytes that asynchronous operations read, and when their issuer knew that they were over.
-        self.reading: Array | None = None
-        self.reading_line = np.zeros(0, np.int32)
+        self.async_reads = AsyncReads(self, w.shared_region.buffer.size // 16)
         # How the last tensor copy into each piece swizzled it.
         self.swizzles: Array | None = None
         # Reads are kept aside until a write may meet them; a barrier of all threads makes them harmless.
@@ -89,8 +88,8 @@ class SharedRaces(Order):
             return
         if self.pending or self.read_time is not None:
             self._check_readers(w, owners, cells, kind)
-        if self.reading is not None:
-            self._check_reading(w, owners, cells * self.granule >> 4)
+        if self.async_reads.rows:
+            self.async_reads.check(owners, cells * self.granule >> 4)
         self.written[cells] = (self.now << TIME | strong << STRONG) + owners + 1
 
     def _may_race(self, written: Array) -> bool:
@@ -217,7 +216,7 @@ class SharedRaces(Order):
         if self.pending or self.read_time is not None:
             cells = self._granules(rows)
             self._check_readers(w, np.full(cells.size, thread), cells, "write")
-        self._check_reading(w, np.full(rows.size, thread), rows)
+        self.async_reads.check(np.array([thread]), rows)
         self.written.reshape(-1, 16 // self.granule)[rows] = (self.now << TIME | 1 << ASYNC) + w.threads + agent + 1
 
     def async_store(self, w: Wave, threads: Array, agents: Array, offsets: Array, size: int, strong: bool) -> None:
@@ -234,49 +233,38 @@ class SharedRaces(Order):
         self._check_writers(w, owners, cells, others, kind, strong)
         if self.pending or self.read_time is not None:
             self._check_readers(w, owners, cells, kind)
-        self._check_reading(w, owners, cells * self.granule >> 4)
+        self.async_reads.check(owners, cells * self.granule >> 4)
         self.written[cells] = (self.now << TIME | strong << STRONG | 1 << ASYNC) + writers + 1
 
     def _granules(self, rows: Array) -> Array:
         each = 16 // self.granule
         return (rows[:, None] * each + np.arange(each)).reshape(-1)
 
-    def async_read(self, w: Wave, thread: int, pieces: Array, swizzle: int | None = None) -> Callable[[], None]:
-        """An asynchronous operation issued by `thread` reads 16-byte pieces through the async proxy.
+    def async_read(self, w: Wave, threads: list[int], pieces: Array, swizzle: int | None = None) -> Callable[[], None]:
+        """Asynchronous operations issued by these threads read 16-byte pieces through the async proxy.
 
-        swizzle: in which order it takes the pieces that a copy swizzled; None: in any.
-        Gives what to call when the thread knows that the read is over; until then nobody may write there.
+        swizzle: in which order they take the pieces that a copy swizzled; None: in any.
+        Gives what to call when the threads know that the reads are over; until then nobody may write there.
         """
         self.tick()
         rows = pieces >> 4
         if swizzle is not None and self.swizzles is not None:
-            self._check_swizzle(w, thread, rows, swizzle)
+            self._check_swizzle(w, threads[0], rows, swizzle)
         written = self.written.reshape(-1, 16 // self.granule)[rows].reshape(-1)
+        # A copy writes many granules in one go: the first of each run of equal writes stands for the others.
+        changes = written[1:] != written[:-1]
+        runs = np.append(0, np.flatnonzero(changes) + 1) if changes.any() else np.zeros(1, np.intp)
+        written = written[runs]
         if int(written.max()) >> TIME > self.start_time:
-            # A copy writes many granules in one go: the first of each run of equal writes stands for the others.
-            runs = np.flatnonzero(np.append(True, written[1:] != written[:-1]))
-            cells, written = self._granules(rows)[runs], written[runs]
-            self._check_writers(w, np.full(cells.size, thread), cells, written, "read", False)
-            at = np.flatnonzero((written > 0) & (written >> ASYNC & 1 == 0))
-            writers, times = (written[at] & THREAD) - 1, written[at] >> TIME
-            fenced = (self.proxy_time[writers] >= times) | (self.proxy_time[thread] >= times)
-            if not fenced.all():
-                k = int(np.flatnonzero(~fenced)[0])
-                self._proxy_report(w, thread, int(writers[k]), self.lines[int(times[k])],
-                                   int(cells[at[k]]) * self.granule % w.shared_stride)  # fmt: skip
-        if self.reading is None:
-            n = self.written.size * self.granule // 16
-            self.reading, self.reading_line = np.zeros(n, np.int32), np.zeros(n, np.int32)
-            self.async_latest, self.async_time = np.zeros(n, np.int64), np.zeros((n, self.per_cluster), np.int64)
-        reading, column = self.reading, int(self.column(np.array([thread]))[0])
-        reading[rows] += 1
-        self.reading_line[rows] = w.line
+            each = 16 // self.granule
+            cells = rows[runs // each] * each + runs % each
+            for thread in threads:
+                self._check_async_read(w, thread, cells, written)
+        slots = [self.async_reads.start(thread, rows) for thread in threads]
 
         def over() -> None:
             self.tick()
-            reading[rows] -= 1
-            self.async_time[rows, column] = self.now
-            self.async_latest[rows] = self.now
+            self.async_reads.over(slots)
 
         return over
 
@@ -302,32 +290,23 @@ class SharedRaces(Order):
                 thread, row * 16 % w.shared_stride, "swizzle",
             )  # fmt: skip
 
-    def _check_reading(self, w: Wave, threads: Array, rows: Array) -> None:
-        """A write where an asynchronous operation reads, or has read with nothing to order the two."""
-        if self.reading is None:
+    def _check_async_read(self, w: Wave, thread: int, cells: Array, written: Array) -> None:
+        """The writes that an asynchronous read meets, and whether stores of threads passed a proxy fence."""
+        if written.size == 1 and self._delivered(w, thread, int(written[0])):
             return
-        busy = self.reading[rows] > 0
-        recent = self.async_latest[rows] > self.floor[w.block[threads]]
-        at = np.flatnonzero(recent & ~busy)
-        if at.size:
-            t = threads[at]
-            times = self.async_time[rows[at]]
-            columns = np.arange(self.per_cluster)
-            reader_block = w.cluster_start[w.block[t]][:, None] + columns // w.warps_per_block
-            mine = reader_block == w.block[t][:, None]
-            ok = (times <= self.start_time) | (mine & (times <= self.floor[w.block[t]][:, None]))
-            ok |= columns == self.column(t)[:, None]
-            if self.known is not None:
-                ok |= times <= self.known[w.warp[t]][:, : self.per_cluster]
-            busy[at] |= ~ok.all(axis=1)
-        if busy.any():
-            k = int(np.flatnonzero(busy)[0])
-            line = int(self.reading_line[rows[k]])
-            self._add(
-                w, ("reading", w.line, line),
-                f"the thread writes shared memory that the asynchronous operation of line {line} may still be reading",
-                int(threads[k]), int(rows[k]) * 16 % w.shared_stride,
-            )  # fmt: skip
+        self._check_writers(w, np.full(cells.size, thread), cells, written, "read", False)
+        at = np.flatnonzero((written > 0) & (written >> ASYNC & 1 == 0))
+        writers, times = (written[at] & THREAD) - 1, written[at] >> TIME
+        fenced = (self.proxy_time[writers] >= times) | (self.proxy_time[thread] >= times)
+        if not fenced.all():
+            k = int(np.flatnonzero(~fenced)[0])
+            self._proxy_report(w, thread, int(writers[k]), self.lines[int(times[k])],
+                               int(cells[at[k]]) * self.granule % w.shared_stride)  # fmt: skip
+
+    def _delivered(self, w: Wave, thread: int, written: int) -> bool:
+        """Whether a write was an asynchronous copy's of which the thread's warp knows."""
+        agent = (written & THREAD) - 1 - w.threads
+        return agent >= 0 and written >> TIME <= int(self.matrix()[w.warp[thread], self.per_cluster + agent])
 
     def barrier_object(self, offset: int, thread: int) -> None:
         """An mbarrier was made at an offset of shared memory."""

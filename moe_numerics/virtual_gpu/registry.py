@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Index = npt.NDArray[np.intp] | None
 Step = Callable[["Wave", Index], Any]
+# Does for `threads` what was taken for more of them; `positions` are theirs among those.
+Delayed = Callable[["Wave", npt.NDArray[np.intp], npt.NDArray[np.intp]], None]
 Builder = Callable[["Lowering", "Modifiers"], Step]
 
 EVIDENCE = ("silicon", "third party", "manual")

@@ -34,9 +34,12 @@ class Schedule:
         return None
 
     def asynchronous(self, what: str) -> str:
-        """When an asynchronous `copy` or `product` happens: `now`, `read` (operands now, results later) or `late`."""
+        """When an asynchronous operation happens: `now`, `read` (operands now, results later) or `late`.
+
+        what: `copy`, `product` into tensor memory or `registers`, a product into these.
+        """
         # Products whose results nobody waits for yet are collected, and done as one.
-        return "read" if what == "product" else "now"
+        return "now" if what == "copy" else "read"
 
     def which(self, count: int) -> int:
         """Which of the pending operations finishes next."""
@@ -58,10 +61,11 @@ class Schedule:
 class RandomSchedule(Schedule):
     """A schedule drawn from a seed.
 
-    Units are warps (the same warp number of the blocks that run together). Half of the seeds pick a unit at random
-    each time, half keep strict random priorities that change rarely (probabilistic concurrency testing, Burckhardt et
-    al., ASPLOS 2010). The order of blocks and how many run together is drawn too, and whether asynchronous work happens
-    when it is issued, as late as possible, or by a coin for each.
+    Units are warps (the same warp number of the blocks that run together). What is picked is who takes the next step
+    that others can notice. Half of the seeds pick a unit at random each time, half keep strict random priorities that
+    change rarely (probabilistic concurrency testing, Burckhardt et al., ASPLOS 2010). The order of blocks and how many
+    run together is drawn too, and whether asynchronous work happens when it is issued, as late as possible, or by a
+    coin for each.
     """
 
     fine = True
@@ -71,7 +75,8 @@ class RandomSchedule(Schedule):
         self.strict = bool(self.rng.integers(2))
         self.habit = str(self.rng.choice(["now", "late", "coin"]))
         self.width = int(self.rng.choice([1, 4, 16, 64]))
-        self._priority: dict[int, npt.NDArray[np.float64]] = {}
+        # Of the units of the running wave.
+        self._priority: list[float] = []
 
     def order(self, clusters: int) -> npt.NDArray[np.int64]:
         return self.rng.permutation(clusters)
@@ -82,14 +87,16 @@ class RandomSchedule(Schedule):
     def units(self, w: Wave) -> tuple[int, npt.NDArray[np.int64]]:
         count = w.warps_per_block * w.launch.cluster_size
         unit = w.rank[w.block].astype(np.int64) * w.warps_per_block + (w.linear_thread >> np.uint32(5))
-        self._priority[id(w)] = self.rng.permutation(count).astype(np.float64)
+        self._priority = self.rng.permutation(count).tolist()
         return count, unit
 
     def shuffle(self, count: int) -> npt.NDArray[np.intp] | None:
         return self.rng.permutation(count)
 
     def asynchronous(self, what: str) -> str:
-        return self.habit if self.habit != "coin" else str(self.rng.choice(["now", "read", "late"]))
+        how = self.habit if self.habit != "coin" else str(self.rng.choice(["now", "read", "late"]))
+        # Nobody may look at registers before the wait, so that it is enough to take the operands at once.
+        return "read" if what == "registers" and how == "now" else how
 
     def which(self, count: int) -> int:
         return int(self.rng.integers(count))
@@ -98,23 +105,23 @@ class RandomSchedule(Schedule):
         return bool(self.rng.random() < 0.25)
 
     def completes(self) -> bool:
-        return self.habit == "coin" and bool(self.rng.random() < 0.05)
+        return self.habit == "coin" and bool(self.rng.random() < 0.08)
 
     def pick(self, w: Wave) -> int:
-        ready = [u for u, pool in enumerate(w.pools) if pool]
+        ready = w.ahead.ready() if w.ahead is not None else [0] if w.pools[0] else []
         if not ready:
-            self._priority.pop(id(w), None)
+            self._priority = self.rng.permutation(len(w.pools)).tolist()
             return -1
         if len(ready) == 1:
             return ready[0]
         if not self.strict:
             return ready[int(self.rng.integers(len(ready)))]
-        priority = self._priority.setdefault(id(w), self.rng.permutation(len(w.pools)).astype(np.float64))
-        best = max(ready, key=lambda u: priority[u])
-        if self.rng.random() < 0.02:
+        priority = self._priority
+        best = max(ready, key=priority.__getitem__)
+        if self.rng.random() < 0.03:
             # A change point: the running unit falls behind all others.
-            priority[best] = priority.min() - 1
-            best = max(ready, key=lambda u: priority[u])
+            priority[best] = min(priority) - 1
+            best = max(ready, key=priority.__getitem__)
         return best
 
 

@@ -86,7 +86,11 @@ def pieces(d: Descriptor, rows: int, row_bytes: int, transposed: bool, size: int
 
 def check_bounds(w: Wave, addresses: Array, thread: int) -> None:
     """Raises Fault for pieces outside a block's shared memory."""
-    low, high = int(addresses.min()), int(addresses.max())
+    check_range(w, int(addresses.min()), int(addresses.max()), thread)
+
+
+def check_range(w: Wave, low: int, high: int, thread: int) -> None:
+    """`check_bounds` for the lowest and the highest address."""
     if low < w.shared_begin or high + 16 > w.shared_limit:
         raise Fault(
             "out_of_bounds",

@@ -2,7 +2,8 @@
 
 Threads that share a program counter form a fragment and execute as one array operation. Fragments belong to units:
 one unit for all threads in the fast schedule, one for each warp number in the others. Inside a unit the lowest
-program counter runs first, which makes threads meet again after a branch; between units the schedule chooses.
+program counter runs first, which makes threads meet again after a branch; between units the schedule chooses, and
+interleaving.py runs what it chose.
 """
 
 from __future__ import annotations
@@ -17,25 +18,27 @@ from .asynchronous import Groups, Operation, Pending
 from .barriers import NamedBarriers
 from .clusters import ClusterBarrier
 from .errors import Fault, Finding, VirtualGPUError
+from .interleaving import Interleaving
 from .lowering import Read
 from .mbarrier import Mbarriers
 from .memory import Region
-from .program import SHARED_START, Program, dynamic_start
-from .registry import Index
+from .program import SHARED_START, Program, Segment, dynamic_start
+from .registry import Delayed, Index
 from .tensor_memory import TensorMemory
+from .wave_registers import Registers
 
 if TYPE_CHECKING:
     from .launch import Launch
     from .schedule import Schedule
 
 Array = npt.NDArray[Any]
+EVERY_LANE = np.uint32(0xFFFFFFFF)
 NOBODY: npt.NDArray[np.intp] = np.empty(0, np.intp)
 
 
-class Wave:
+class Wave(Registers):
     """Blocks running together. Blocks are numbered as in the grid, x fastest; clusters are kept whole."""
 
-    threads: int
     lane: npt.NDArray[np.uint32]
     linear_thread: npt.NDArray[np.uint32]
     block: npt.NDArray[np.intp]
@@ -56,11 +59,6 @@ class Wave:
         self.blocks = blocks
         self.block_count = int(blocks.size)
         self.threads = self.block_count * self.per_block
-        # Values of all threads by register; over them, `parts` has what one fragment wrote last, as (its threads, their
-        # values, whether `regs` has them too), so that a run of instructions of one fragment copies nothing.
-        self.regs: list[Any] = [None] * len(self.program.kernel.registers)
-        self.parts: list[tuple[Array, Array, bool] | None] = [None] * len(self.program.kernel.registers)
-        self.valid: dict[int, Any] = {}
         self._special: dict[str, Array] = {}
         self.resume = 0
         self.carry: Any = None
@@ -80,14 +78,7 @@ class Wave:
         t = self.linear_thread
         self.thread_index = (t % np.uint32(bx), t // np.uint32(bx) % np.uint32(by), t // np.uint32(bx * by))
         self._place_blocks()
-
-        for k in self.program.unproved:
-            size = self.program.kernel.registers[k]
-            self.regs[k] = np.zeros(
-                self.threads, {0: bool, 1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[size]
-            )
-            if self.checkers:
-                self.valid[k] = np.zeros(self.threads, bool)
+        self.make_registers()
 
         self.shared_begin = SHARED_START
         self.shared_limit = dynamic_start(self.program) + launch.shared_bytes
@@ -119,15 +110,16 @@ class Wave:
         self.tensor_queues: dict[int, list[Operation]] = {}
         self.tensor_uncommitted: dict[int, list[Operation]] = {}
         self._tensor_memory: TensorMemory | None = None
-        # Operations by the register that they will write.
-        self.in_flight: dict[int, list[Operation]] = {}
+        # The last fragment found to have all living lanes of its warps.
+        self._met: Index = NOBODY
         self.unit_count, self.unit_of = schedule.units(self)
         if launch.races is not None:
             launch.races.begin(self)
             self.tracker = launch.races
-        self.pools: list[dict[int, list[Index]]] = [{} for _ in range(self.unit_count)]
-        self.asleep: dict[int, list[Index]] = {}
-        self.parked = 0
+        # Runnable threads of each unit by segment, and those that wait for lanes of their warp, by unit and segment.
+        self.pools: list[dict[int, list[Any]]] = [{} for _ in range(self.unit_count)]
+        self.asleep: dict[tuple[int, int], list[Any]] = {}
+        self.ahead: Interleaving | None = Interleaving(self) if self.unit_count > 1 else None
 
     def _place_blocks(self) -> None:
         gx, gy, _ = self.launch.grid
@@ -142,38 +134,7 @@ class Wave:
         self.cluster_start = np.arange(self.block_count) - self.rank
         self.shared_rank = (self.rank << np.uint32(24))[self.block]
 
-    # -- registers ------------------------------------------------------------------------------------------------
-
-    def settle(self, k: int) -> None:
-        """Puts what a fragment wrote to register `k` among the values of all threads.
-
-        Arrays of registers are never changed in place: one may serve several registers.
-        """
-        part = self.parts[k]
-        if part is None or part[2]:
-            return
-        i, v, _ = part
-        old = self.regs[k]
-        new = np.zeros(self.threads, v.dtype) if old is None else old.copy()
-        new.view(v.dtype)[i] = v
-        self.regs[k], self.parts[k] = new, (i, v, True)
-
-    def values(self, k: int, i: Index) -> Array:
-        """The values of register `k` for a fragment's threads."""
-        part = self.parts[k]
-        if part is not None:
-            if part[0] is i:
-                return part[1]
-            self.settle(k)
-        a: Array = self.regs[k]
-        return a if i is None else a[i]
-
-    def count(self, i: Index) -> int:
-        return self.threads if i is None else i.size
-
-    def index(self, i: Index) -> npt.NDArray[np.intp]:
-        """A fragment's threads as an array."""
-        return self.everyone if i is None else i
+    # -- memory ---------------------------------------------------------------------------------------------------
 
     def special(self, name: str) -> Array:
         if name in special.VOLATILE:
@@ -187,14 +148,6 @@ class Wave:
         if self._tensor_memory is None:
             self._tensor_memory = TensorMemory(self)
         return self._tensor_memory
-
-    def mark_valid(self, k: int, i: Index) -> None:
-        valid = self.valid.get(k)
-        if valid is not None:
-            if i is None:
-                del self.valid[k]
-            else:
-                valid[i] = True
 
     def shared_offset(self, i: Index, rank: Array, low: Array) -> npt.NDArray[np.int64]:
         """Offsets in the wave's shared buffer of addresses with their cluster rank."""
@@ -235,23 +188,15 @@ class Wave:
             return
         if segment >= len(self.program.segments):
             self.exit(i)
-            return
-        if self.unit_count == 1:
+        elif self.ahead is None:
             self.pools[0].setdefault(segment, []).append(i)
-            return
-        threads = self.index(i)
-        units = self.unit_of[threads]
-        for u in np.unique(units):
-            self.pools[int(u)].setdefault(segment, []).append(threads[units == u])
+        else:
+            for unit, threads in self.ahead.split(self.index(i)):
+                self.pools[unit].setdefault(segment, []).append(threads)
 
-    def _push_own(self, unit: int, segment: int, i: Index) -> None:
-        """`push` for threads that are known to belong to one unit."""
-        if i is not None and not i.size:
-            return
-        if segment >= len(self.program.segments):
-            self.exit(i)
-            return
-        self.pools[unit].setdefault(segment, []).append(i)
+    def group(self, threads: npt.NDArray[np.intp]) -> Index:
+        """Threads as a fragment: None stands for all of them, unless units are less than the wave."""
+        return None if threads.size == self.threads and self.ahead is None else threads
 
     def exit(self, i: Index) -> None:
         """Ends threads."""
@@ -266,14 +211,17 @@ class Wave:
         if self.cluster_barrier.parked:
             self.cluster_barrier.complete()
         # Lanes that waited for the ones that ended may be complete now.
-        for segment, parts in list(self.asleep.items()):
-            del self.asleep[segment]
+        asleep, self.asleep = self.asleep, {}
+        for (_, segment), parts in asleep.items():
             for part in parts:
                 self.push(segment, part)
 
     def rendezvous(self, i: Index, mask: Read) -> tuple[Index, Index]:
         """Splits a fragment at a `.sync` instruction into lanes whose partners are all here and lanes that wait."""
         masks = mask(self, i)
+        whole = masks.ndim == 0 and masks == EVERY_LANE
+        if whole and (self._met is i or (self.ahead is not None and self.ahead.complete(i))):
+            return i, NOBODY
         lanes = self.lane if i is None else self.lane[i]
         named = (masks >> lanes) & np.uint32(1)
         if not np.all(named):
@@ -294,18 +242,17 @@ class Wave:
         wanted = masks & self._live_lanes[warps]
         complete = (wanted & ~here[warps]) == 0
         if complete.all():
+            if whole:
+                self._met = i
             return i, NOBODY
         threads = self.index(i)
         return threads[complete], threads[~complete]
 
     def run(self) -> None:
         """Runs all threads to their end."""
-        segments = self.program.segments
-        launch = self.launch
-        if not segments:
+        if not self.program.segments:
             return
         self.push(0, None)
-        budget = launch.budget * max(1, self.unit_count)
         while True:
             unit = self.schedule.pick(self)
             if unit < 0 or (self.pending.queue and self.schedule.completes()):
@@ -319,53 +266,94 @@ class Wave:
                     self._deadlock()
                 self._end()
                 return
-            pool = self.pools[unit]
-            number = min(pool)
-            parts = pool.pop(number)
-            waiting = self.asleep.pop(number, None)
-            if waiting:
-                for part in waiting:
-                    parts.append(part)
-            i = parts[0]
-            for part in parts[1:]:
-                i = self.union(i, part)
-            segment = segments[number]
-            current = segment.steps[0][1] if segment.steps else segment.end_instruction
-            try:
-                if segment.sync is not None:
-                    i, late = segment.sync(self, i)
-                    if late is None or late.size:
-                        self.asleep.setdefault(number, []).append(late)
-                    if i is not None and not i.size:
-                        continue
-                if self.tracker is None:
-                    for step, current in segment.steps:  # noqa: B007
-                        step(self, i)
-                else:
-                    for step, current in segment.steps:
-                        self.current, self.line = current, current.line
-                        step(self, i)
-                current = segment.end_instruction
-                if current is not None:
+            if self.ahead is not None:
+                self.ahead.turn(unit)
+                continue
+            number = min(self.pools[0])
+            for target, part in self.execute(number, self.take(0, number)):
+                self.push(target, part)
+
+    def take(self, unit: int, number: int) -> Any:
+        """The threads of a unit that stand at a segment, those that wait in it for others included."""
+        parts = self.pools[unit].pop(number)
+        waiting = self.asleep.pop((unit, number), None) if self.asleep else None
+        if waiting:
+            parts += waiting
+        i: Index = parts[0]
+        for part in parts[1:]:
+            i = self.union(i, part)
+        if len(parts) > 1 and self.ahead is not None and i is not None:
+            return self.ahead.same(unit, i)
+        return i
+
+    def execute(self, number: int, i: Index) -> list[tuple[int, Any]]:
+        """Runs a segment for threads that stand at it; gives (segment, threads) pairs of where they go on."""
+        segment = self.program.segments[number]
+        current = segment.first
+        try:
+            if segment.sync is not None:
+                i, late = segment.sync(self, i)
+                self._sleep(number, late)
+                if i is not None and not i.size:
+                    return []
+            if self.tracker is None:
+                for step, current in segment.steps:  # noqa: B007
+                    step(self, i)
+            else:
+                for step, current in segment.steps:
                     self.current, self.line = current, current.line
-                assert segment.end is not None
-                for target, part in segment.end(self, i):
-                    self._push_own(unit, target, part)
-            except Fault as fault:
-                raise self._error(fault, current) from fault
-            length = segment.length
-            self.time += length
-            launch.stats.thread_instructions += length * self.count(i)
-            if self.time > budget:
-                raise self._error(
-                    Fault(
-                        "budget",
-                        f"more than {launch.budget} instructions in a thread: an endless loop, or instruction_budget "
-                        "is too small",
-                        int(self.index(i)[0]),
-                    ),
-                    current or segment.steps[-1][1],
-                )
+                    step(self, i)
+            current = segment.end_instruction
+            if current is not None:
+                self.current, self.line = current, current.line
+            assert segment.end is not None
+            parts = segment.end(self, i)
+        except Fault as fault:
+            raise self._error(fault, current) from fault
+        self._count(segment, i)
+        return parts
+
+    def _sleep(self, number: int, late: Index) -> None:
+        """Threads that wait at a segment for other lanes of their warps."""
+        if late is None or not late.size:
+            return
+        for unit, threads in [(0, late)] if self.ahead is None else self.ahead.split(late):
+            self.asleep.setdefault((unit, number), []).append(threads)
+
+    def _count(self, segment: Segment, i: Index) -> None:
+        launch = self.launch
+        self.time += segment.length
+        launch.stats.thread_instructions += segment.length * self.count(i)
+        if self.time > launch.budget * self.unit_count:
+            raise self._error(
+                Fault(
+                    "budget",
+                    f"more than {launch.budget} instructions in a thread: an endless loop, or instruction_budget "
+                    "is too small",
+                    int(self.index(i)[0]),
+                ),
+                segment.end_instruction or segment.steps[-1][1],
+            )
+
+    def take_operands(self, number: int, i: Index) -> tuple[Any, Delayed]:
+        """Runs a store up to the store itself: gives the threads that store and what does it for some of them."""
+        segment = self.program.segments[number]
+        assert segment.delayed is not None
+        try:
+            taken = segment.delayed(self, i)
+        except Fault as fault:
+            raise self._error(fault, segment.first) from fault
+        self._count(segment, i)
+        return taken
+
+    def delayed(self, instruction: Any, threads: Array, positions: Array, put: Delayed) -> None:
+        """What was put off when the operands of `instruction` were taken."""
+        if instruction is not None:
+            self.current, self.line = instruction, instruction.line
+        try:
+            put(self, threads, positions)
+        except Fault as fault:
+            raise self._error(fault, instruction) from fault
 
     def _end(self) -> None:
         """What should not be left over."""
@@ -415,9 +403,8 @@ class Wave:
         """Nothing can run, but threads are alive: say where each of them waits."""
         places = []
         first = None
-        for segment, parts in self.asleep.items():
-            s = self.program.segments[segment]
-            ins = s.steps[0][1] if s.steps else s.end_instruction
+        for (_, segment), parts in self.asleep.items():
+            ins = self.program.segments[segment].first
             threads = np.concatenate([self.index(p) for p in parts])
             first = first or (ins, int(threads[0]))
             places.append(f"{threads.size} threads at line {getattr(ins, 'line', '?')} wait for lanes of their warp")
