@@ -14,7 +14,7 @@ from moe_numerics.reference.contract import CHOICES, SUITE, Contract
 
 from moe_numerics.cases import Case, Edit, Values
 from moe_numerics.devices import same_bytes
-from moe_numerics.paths import find_path
+from moe_numerics.paths import Path, all_paths, find_path
 from moe_numerics.running import run_case
 from moe_numerics.strategies import cases
 
@@ -111,4 +111,29 @@ def test_kernels_rotate_with_any_signs(device: ActiveDevice, data: st.DataObject
     rounding = data.draw(st.sampled_from(CHOICES["rht_rounding"]))
     case = data.draw(cases(space(path, max_elements=1000, big_elements=1000)))
     result = run_case(path, case, SUITE.replace(rht_signs=signs, rht_rounding=rounding), device)
+    assert result.passed, failure(result)
+
+
+def _consistent(choices: dict[str, object]) -> Contract:
+    """A contract of drawn choices: round-up has no rule of its own for Inf."""
+    inf = "saturate" if choices["scale_rule"] == "rceil" else choices["mx_inf"]
+    return SUITE.replace(**{**choices, "mx_inf": inf})
+
+
+TOGETHER = st.fixed_dictionaries(
+    {name: st.sampled_from(CHOICES[name]) for name in PATHS if name != "padding"}
+    | {"rht_signs": st.none() | st.tuples(*[st.sampled_from((1, -1))] * 16), "scale_padding": st.integers(0, 255)}
+).map(_consistent)
+QUANTISERS = [path for path in all_paths() if path.id.startswith("quantize.") and "per_expert" not in path.id]
+
+
+@pytest.mark.parametrize("device", one_device(), indirect=True)
+@kernel_examples()
+@given(path=st.sampled_from(QUANTISERS), contract=TOGETHER, data=st.data())
+def test_kernels_follow_choices_together(
+    path: Path, contract: Contract, device: ActiveDevice, data: st.DataObject
+) -> None:
+    """Any choices with any quantiser: one may matter only beside another, as staging does where nothing else rounds."""
+    case = data.draw(cases(space(path, max_elements=1000, big_elements=1000)))
+    result = run_case(path, case, contract, device)
     assert result.passed, failure(result)
