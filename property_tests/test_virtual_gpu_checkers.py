@@ -63,6 +63,15 @@ class Planted:
 STORE = "mov.u32 %a, buffer; mad.lo.u32 %a, %t, 4, %a; st.shared.u32 [%a], %t;"
 PARTNER = "xor.b32 %r1, %t, 32; mov.u32 %b, buffer; mad.lo.u32 %b, %r1, 4, %b;"
 NEIGHBOUR = "xor.b32 %r1, %t, 1; mov.u32 %b, buffer; mad.lo.u32 %b, %r1, 4, %b;"
+COPY = (
+    f"{STORE} bar.sync 0; mad.wide.u32 %rd1, %t, 4, %in; cp.async.ca.shared.global [%a], [%rd1], 4;"
+    " cp.async.commit_group;"
+)
+COMPLETE = (
+    "mov.u32 %r3, buffer; add.u32 %r3, %r3, 1016; setp.ne.u32 %p1, %t, 0; @!%p1 mbarrier.init.shared.b64 [%r3], 64;"
+    " bar.sync 0; cp.async.mbarrier.arrive.noinc.shared.b64 [%r3];"
+    "LOOP: mbarrier.try_wait.parity.shared.b64 %p2, [%r3], 0; @!%p2 bra LOOP;"
+)
 KEEP = "mad.wide.u32 %rd1, %t, 4, %out; st.global.u32 [%rd1], %r2;"
 
 FAULTS = [
@@ -141,6 +150,15 @@ FAULTS = [
             " mad.wide.u32 %rd1, %r1, 4, %out;\n st.global.u32 [%rd1], %r2;", blocks=2, error=False),
     Planted("lanes_store_different_values", "race", "st.shared.u32 [%a], %t;",
             "mov.u32 %a, buffer;\n st.shared.u32 [%a], %t;", "mov.u32 %a, buffer; st.shared.u32 [%a], %c;", error=False),
+    Planted("copy_read_by_others_before_its_wait", "race", "ld.shared.u32 %r2, [%b];",
+            f"{COPY} bar.sync 0; {PARTNER}\n ld.shared.u32 %r2, [%b];\n {KEEP} cp.async.wait_all;",
+            f"{COPY} cp.async.wait_all; bar.sync 0; {PARTNER} ld.shared.u32 %r2, [%b]; {KEEP}", error=False),
+    Planted("copy_read_by_its_thread_before_its_wait", "race", "ld.shared.u32 %r2, [%a];",
+            f"{COPY}\n ld.shared.u32 %r2, [%a];\n {KEEP} cp.async.wait_all;",
+            f"{COPY} cp.async.wait_group 0; ld.shared.u32 %r2, [%a]; {KEEP}", error=False),
+    Planted("copy_of_a_group_that_may_be_pending", "race", "ld.shared.u32 %r2, [%b];",
+            f"{COPY} cp.async.wait_group 1; bar.sync 0; {PARTNER}\n ld.shared.u32 %r2, [%b];\n {KEEP}",
+            f"{COPY} {COMPLETE} {PARTNER} ld.shared.u32 %r2, [%b]; {KEEP}", error=False),
     Planted("plain_store_beside_atomics", "race", "st.shared.u32 [%a], %c;",
             "mov.u32 %a, buffer; st.shared.u32 [%a], %c; bar.sync 0; red.shared.add.u32 [%a], 1;\n"
             " setp.ne.u32 %p1, %t, 5; @%p1 bra END;\n st.shared.u32 [%a], %c;\nEND:",

@@ -45,7 +45,7 @@ def copy(b: Lowering, m: Modifiers) -> Step:
         targets, sources = destination(w, i), source(w, i)
         sizes = None if keep is None else keep(w, i)
         wanted = np.ones(threads.size, bool) if sizes is None else sizes > 0
-        memory.locate(w, i, "shared", targets, size)
+        ((_, offsets, _),) = memory.locate(w, i, "shared", targets, size)
 
         def read() -> list[Array]:
             values = [np.zeros(threads.size, np.uint64 if wide == 8 else np.uint32) for _ in range(count)]
@@ -62,7 +62,17 @@ def copy(b: Lowering, m: Modifiers) -> Step:
                     v &= mask.astype(v.dtype)
             return values
 
-        operation = Operation(read, lambda values: memory.store(w, threads, "shared", targets, wide, values), b.ins)
+        def write(values: list[Array]) -> None:
+            if w.tracker is None:
+                memory.store(w, threads, "shared", targets, wide, values)
+                return
+            w.tracker.delivering = True
+            memory.store(w, threads, "shared", targets, wide, values)
+            w.tracker.delivering = False
+
+        operation = Operation(read, write, b.ins)
+        if w.tracker is not None:
+            operation.done.append(w.tracker.copy_begins(w, threads, offsets, size))
         w.copy_groups.add(threads, operation)
         w.pending.issue(operation)
 
@@ -105,6 +115,7 @@ def copy_arrive(b: Lowering, m: Modifiers) -> Step:
             def write(_: Any, earlier: Any = earlier, offset: int = offset, t: int = t) -> None:
                 for operation in earlier:
                     operation.finish()
+                    operation.acknowledge()
                 w.mbarriers.arrive(offset, 1, t)
 
             w.pending.issue(Operation(lambda: None, write, b.ins))

@@ -53,6 +53,10 @@ class SharedRaces(Order):
         self.read_time: Array | None = None
         self.read_lane: Array | None = None
         self.async_reads = AsyncReads(self, w.shared_region.buffer.size // 16)
+        # How many copies of single threads may still write each granule, and the line of the last of them.
+        self.landing: Array | None = None
+        self.landing_line = np.zeros(0, np.int32)
+        self.delivering = False
         # How the last tensor copy into each piece swizzled it.
         self.swizzles: Array | None = None
         # Reads are kept aside until a write may meet them; a barrier of all threads makes them harmless.
@@ -80,6 +84,8 @@ class SharedRaces(Order):
     def _shared(self, w: Wave, threads: Array, index: Any, cells: Array, kind: str, strong: bool) -> None:
         written = self.written.take(cells)
         owners = threads[index]
+        if self.landing is not None and not self.delivering:
+            self._check_landing(w, owners, cells, kind)
         if self._may_race(written):
             self._check_writers(w, owners, cells, written, kind, strong, index)
         if kind == "read":
@@ -248,6 +254,9 @@ class SharedRaces(Order):
         """
         self.tick()
         rows = pieces >> 4
+        if self.landing is not None:
+            cells = self._granules(rows)
+            self._check_landing(w, np.full(cells.size, threads[0]), cells, "read")
         if swizzle is not None and self.swizzles is not None:
             self._check_swizzle(w, threads[0], rows, swizzle)
         written = self.written.reshape(-1, 16 // self.granule)[rows].reshape(-1)
@@ -267,6 +276,33 @@ class SharedRaces(Order):
             self.async_reads.over(slots)
 
         return over
+
+    def copy_begins(self, w: Wave, threads: Array, offsets: Array, size: int) -> Callable[[], None]:
+        """Threads begin copies of `size` bytes each to offsets of the shared buffer.
+
+        Gives what to call when they know that the copies are over; until then nobody may touch what they write.
+        """
+        if self.landing is None:
+            self.landing, self.landing_line = np.zeros((2, self.written.size), np.int32)
+        landing = self.landing
+        cells, _ = self._cells(offsets, size, self.granule, threads.size)
+        np.add.at(landing, cells, 1)
+        self.landing_line[cells] = w.line
+        return lambda: np.subtract.at(landing, cells, 1)
+
+    def _check_landing(self, w: Wave, threads: Array, cells: Array, kind: str) -> None:
+        """An access to what a copy may still write."""
+        assert self.landing is not None
+        at = np.flatnonzero(self.landing[cells])
+        if at.size:
+            cell = int(cells[at[0]])
+            line = int(self.landing_line[cell])
+            verb = {"read": "reads", "write": "writes", "atomic": "updates"}[kind]
+            self._add(
+                w, ("landing", w.line, line),
+                f"the thread {verb} shared memory that the asynchronous copy of line {line} may still be writing",
+                int(threads[at[0]]), cell * self.granule % w.shared_stride,
+            )  # fmt: skip
 
     def _check_swizzle(self, w: Wave, thread: int, rows: Array, swizzle: int) -> None:
         """A descriptor that swizzles otherwise than the tensor copy that filled its tile.
