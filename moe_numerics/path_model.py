@@ -106,9 +106,10 @@ class Path:
     profiles: name -> the grade that its contract is offered at. layouts: those of gate and up that the path takes.
     multiple: what hidden sizes are multiples of. operands: what its matrix product multiplies, a key of
     `accumulators.ACCUMULATORS`, None without one; depth_multiple: what the size that it sums is a multiple of, else 0.
-    maths: that choice of its contracts. targets: those that its kernels are compiled for. extended: whether a run of
-    everything on virtual GPUs leaves it out, because others have the same parts and it takes seconds to compile.
-    choices: fields of `Space` that differ from what its operands ask for.
+    overrides: choices of its contracts that are the path's own, whatever the profile says. targets: those that its
+    kernels are compiled for. extended: whether a run of everything on virtual GPUs leaves it out, because others have
+    the same parts and it takes seconds to compile. choices: fields of `Space` that differ from what its operands ask
+    for.
     """
 
     id: str
@@ -121,10 +122,15 @@ class Path:
     multiple: int = 32
     operands: str | None = None
     depth_multiple: int = 0
-    maths: str = "exact"
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     targets: tuple[str, ...] = TARGETS
     extended: bool = False
     choices: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def maths(self) -> str:
+        """That choice of its contracts: every profile is in exact maths."""
+        return str(self.overrides.get("maths", "exact"))
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -147,7 +153,7 @@ class Path:
         raise PathError(f"{self.id} has no output {name!r}: expected one of {known}")
 
     def contract(self, name: str, target: str = "sm_90a") -> Contract:
-        """The contract of a profile of this path, with the target's accumulator where it has a matrix product.
+        """The contract of a profile of this path, with the path's own choices and the target's accumulator.
 
         PathError: a profile that the path does not offer.
         """
@@ -156,7 +162,7 @@ class Path:
             raise PathError(f"profile {name!r} is unknown: expected one of {', '.join((*ALIASES, *PROFILES))}")
         if full not in self.profiles:
             raise PathError(f"{self.id} is not offered under profile {name!r}: it has {', '.join(self.profiles)}")
-        return on_target(profile(full).replace(maths=self.maths), target, self.operands)
+        return on_target(profile(full).replace(**self.overrides), target, self.operands)
 
     def check(self, case: Case) -> None:
         """CaseError: columns, a depth, a layout, an option or values that the path does not take."""

@@ -209,6 +209,34 @@ _BLOCKS = {
     ".swizzled": Blocks(swizzled=True),
 }
 
+
+def _mxfp8_path(element: FloatFormat, name: str) -> Path:
+    blocks = _BLOCKS[name]
+    copies = [what for what in ("rowwise", "colwise") if getattr(blocks, what)]
+    shape = " in 32x32 tiles" if blocks.block2d else " in one pass" if len(copies) == 2 else ""
+    shape += ", scales swizzled" * blocks.swizzled
+    return Path(
+        f"quantize.mxfp8_{element.name.lower()}{name}",
+        f"bfloat16 to MXFP8 {element.name}, {' and '.join(copies)}{shape}; amax of each expert",
+        (TensorSpec("x"), *_RAGGED),
+        _written(element, "hidden", blocks=blocks),
+        _QUANTISE_PROFILES,
+        Mxfp8Copies(element, blocks),
+    )
+
+
+def _other_scale(element: FloatFormat, rule: str) -> Path:
+    """The path of a scale rule that no profile has; torchao offers it beside its own."""
+    path = _mxfp8_path(element, "")
+    return dataclasses.replace(
+        path,
+        id=f"{path.id}.{rule}",
+        summary=f"{path.summary}; scale rule {rule}",
+        profiles={"suite": "exact", "torchao": "exact"},
+        overrides={"scale_rule": rule},
+    )
+
+
 _RECIPES = {
     "": Recipe(),
     ".rowwise": Recipe(colwise=False),
@@ -330,7 +358,7 @@ def _fast_paths(name: str, activation: Activation, variant: str = "") -> list[Pa
             id=f"{path.id}.fast",
             summary=f"{path.summary}; fast maths",
             profiles={"suite": "bounded"},
-            maths="fast",
+            overrides={"maths": "fast"},
             extended=name != _KINDS[0] or bool(variant),
         )
         for path in own
@@ -354,21 +382,8 @@ def all_paths() -> tuple[Path, ...]:
         paths += _fast_paths("clamped_swiglu", CLAMPED_SWIGLU_PRESETS[preset], f".{preset}")
     for name in _KINDS:
         paths += _block_paths(name, ACTIVATIONS[name])
-    for element in (E4M3, E5M2):
-        for name, blocks in _BLOCKS.items():
-            copies = [what for what in ("rowwise", "colwise") if getattr(blocks, what)]
-            shape = " in 32x32 tiles" if blocks.block2d else " in one pass" if len(copies) == 2 else ""
-            shape += ", scales swizzled" * blocks.swizzled
-            paths.append(
-                Path(
-                    f"quantize.mxfp8_{element.name.lower()}{name}",
-                    f"bfloat16 to MXFP8 {element.name}, {' and '.join(copies)}{shape}; amax of each expert",
-                    (TensorSpec("x"), *_RAGGED),
-                    _written(element, "hidden", blocks=blocks),
-                    _QUANTISE_PROFILES,
-                    Mxfp8Copies(element, blocks),
-                )
-            )
+    paths += [_mxfp8_path(element, name) for element in (E4M3, E5M2) for name in _BLOCKS]
+    paths += [_other_scale(element, rule) for element in (E4M3, E5M2) for rule in ("ceil", "even")]
     paths += [_nvfp4_path(name, recipe) for name, recipe in _RECIPES.items()]
     paths += [_per_expert(name, name != ".rht") for name in ("", ".rht", ".rht.sr")]
     return (*paths, *gemm_paths(), *step_paths())
