@@ -52,7 +52,7 @@ class Segment:
         return len(self.steps) + (self.end_instruction is not None)
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """A kernel ready to run.
 

@@ -6,6 +6,7 @@ Terms: PTX ISA, sections 4 (Syntax), 5 (State Spaces, Types and Variables) and 6
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 TYPE_BYTES = {
@@ -102,11 +103,11 @@ class Instruction:
     line: int
     text: str
 
-    @property
+    @cached_property
     def opcode(self) -> str:
         return self.name.split(".", 1)[0]
 
-    @property
+    @cached_property
     def modifiers(self) -> tuple[str, ...]:
         return tuple(self.name.split(".")[1:])
 

@@ -7,6 +7,7 @@ not checked between blocks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from .race_shared import SharedRaces
 
 if TYPE_CHECKING:
     from .launch import Launch
+    from .program import Program
     from .wave import Wave
 
 Array = npt.NDArray[Any]
@@ -25,9 +27,10 @@ _LOG_LIMIT = 64 << 20
 PAGE = 64 << 20
 
 
-def orders_blocks(launch: Launch) -> bool:
+@lru_cache(maxsize=256)
+def orders_blocks(program: Program) -> bool:
     """Whether the kernel may order its blocks by itself."""
-    for ins in launch.program.kernel.code:
+    for ins in program.kernel.code:
         name = ins.name
         if ins.opcode in ("membar", "fence") and any(s in name for s in (".gpu", ".gl", ".sys")):
             return True
@@ -73,7 +76,7 @@ class GlobalRaces(SharedRaces):
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
-        self.between_blocks = not orders_blocks(launch)
+        self.between_blocks = not orders_blocks(launch.program)
         self.histories: dict[tuple[int, int], GlobalHistory] = {}
         # Launch-wide numbers of all threads of the running wave.
         self._whole: tuple[Wave, Array] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,16 +15,18 @@ from .race_order import Order
 
 if TYPE_CHECKING:
     from .launch import Launch
+    from .program import Program
     from .wave import Wave
 
 Array = npt.NDArray[Any]
 TIME, STRONG, ASYNC, THREAD = 24, 23, 22, (1 << 22) - 1
 
 
-def granule(launch: Launch) -> int:
+@lru_cache(maxsize=256)
+def granule(program: Program) -> int:
     """The smallest access to shared memory that the program can make, at most 4 bytes."""
     size = 4
-    for ins in launch.program.kernel.code:
+    for ins in program.kernel.code:
         if ins.opcode in ("ldmatrix", "stmatrix") and "trans" in ins.modifiers:
             size = min(size, 2)
         if ins.opcode in ("ld", "st", "atom", "red") and "global" not in ins.modifiers:
@@ -40,7 +43,7 @@ class SharedRaces(Order):
 
     def __init__(self, launch: Launch) -> None:
         super().__init__(launch)
-        self.granule = granule(launch)
+        self.granule = granule(launch.program)
         # Item numbers, item size and values of the write under way, to tell whether it changes anything.
         self.stored: Any = None
 
