@@ -1,6 +1,6 @@
 """Comparisons of packed halves, and conversions among 16-bit floats, are those of exact numbers.
 
-Faults this catches: predicates or halves in the wrong order, a comparison that takes NaN for a number, a rounding twice,
+Faults this catches: predicates or halves in the wrong order, NaN taken for a number, a conversion that rounds twice,
 `.sat` that is ignored, a narrow operand that is not widened exactly.
 """
 
