@@ -200,7 +200,7 @@ _INTEGER_FORMS = (
 )
 _FLOAT_FORMS = (
     "op=add type=f32|f64",
-    "op=add .noftz type=f16|bf16|f16x2|bf16x2",
+    f"op=add .noftz {_HINT} type=f16|bf16|f16x2|bf16x2",
 )
 for _form in (*_INTEGER_FORMS, "op=cas type=b16|b32|b64", *_FLOAT_FORMS):
 

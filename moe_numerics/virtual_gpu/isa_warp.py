@@ -205,6 +205,7 @@ def redux(b: Lowering, m: Modifiers) -> Step:
     return lambda w, i: write(w, i, _reduce(w, i, value(w, i), mask(w, i), op).astype(value(w, i).dtype))
 
 
+@instruction("redux .sync op=min|max .NaN .abs .f32", kind="sync", features=("sm_100a",))
 @instruction("redux .sync op=min|max .abs? .NaN? .f32", kind="sync", features=("sm_100a",))
 def redux_float(b: Lowering, m: Modifiers) -> Step:
     mask = member_mask(b, b.operands[2])
