@@ -34,7 +34,7 @@ _ALWAYS = (
     "grouped_mlp.fc1.swiglu.fwd.mxfp8_e4m3",
     "grouped_mlp.fc2.swiglu.bwd.mxfp8_e4m3",
     "grouped_mlp.fc1.srelu.fwd.mxfp8_e4m3",
-    "grouped_mlp.fc2.swiglu.bwd.nvfp4_amax",
+    "grouped_mlp.fc1.swiglu.fwd.nvfp4_amax",
 )
 """Launches in every run: with a gate and without, and each kind of output."""
 

@@ -116,7 +116,8 @@ def fma(a: Tensor, b: Tensor | float, c: Tensor | float) -> Tensor:
             raise TypeError(f"{name} is {operand.dtype}: fma takes float32 tensors, convert it first")
     b = b if isinstance(b, Tensor) else float32(b)
     c = c if isinstance(c, Tensor) else float32(c)
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    # Not torch.broadcast_shapes: its first call imports sympy, which takes longer than a small kernel.
+    shape = torch.broadcast_tensors(*tensors)[0].shape
     count = math.prod(shape)
     if a.is_cuda or count <= _FMA_BLOCK:
         return _fma_block(a, b, c)
