@@ -371,16 +371,22 @@ def find_form(lowering: Lowering) -> tuple[Form, Any]:
     raise lowering.fail(f"unknown form `{ins.name}`; the table has: {known}")
 
 
+def guard_mask(lowering: Lowering) -> Read | None:
+    """Reads for which threads of a fragment the guard of an instruction holds; None without a guard."""
+    k = lowering.ins.guard
+    if k is None:
+        return None
+    read = lowering.read(ptx.Reg(k), "pred")
+    return (lambda w, i: ~read(w, i)) if lowering.ins.guard_negated else read
+
+
 def guard(lowering: Lowering, step: Step) -> Step:
     """`step` for the threads whose guard holds."""
-    k = lowering.ins.guard
-    assert k is not None
-    read = lowering.read(ptx.Reg(k), "pred")
-    negated = lowering.ins.guard_negated
+    mask = guard_mask(lowering)
+    assert mask is not None
 
     def guarded(w: Wave, i: Index) -> None:
-        p = read(w, i)
-        chosen = choose(i, ~p if negated else p)
+        chosen = choose(i, mask(w, i))
         if chosen is None or chosen.size:
             step(w, chosen)
 

@@ -18,7 +18,7 @@ from moe_numerics.garbage import uncollected
 
 from . import ptx, ptx_parser, visibility
 from .errors import Fault, error
-from .lowering import Lowering, choose, find_form, guard
+from .lowering import Lowering, choose, find_form, guard, guard_mask
 from .registry import Delayed, Form, Index, Step
 from .visibility import View
 
@@ -187,16 +187,13 @@ def _unproved(program: Program, built: list[Built], starts: list[int]) -> frozen
 def _ending(program: Program, b: Built, after: int, number: dict[int, int], last: int) -> Callable[..., Any]:
     """What happens at the end of a segment: (segment, threads) pairs; segment `last` means the kernel's end."""
     ins = b.lowering.ins
-    guard_read = None if ins.guard is None else b.lowering.read(ptx.Reg(ins.guard), "pred")
-    negated = ins.guard_negated
+    guarded = guard_mask(b.lowering)
 
     def split(w: Wave, i: Index) -> tuple[Index, Index]:
         """Threads whose guard holds, and the others; an empty array where there are none."""
-        if guard_read is None:
+        if guarded is None:
             return i, np.empty(0, np.intp)
-        p = guard_read(w, i)
-        if negated:
-            p = ~p
+        p = guarded(w, i)
         return choose(i, p), choose(i, ~p)
 
     def where(n: int) -> int:
@@ -312,18 +309,17 @@ def lower(module: ptx.Module, kernel: ptx.Kernel, arch: str, fine: bool) -> Prog
 def _rendezvous(b: Built) -> Callable[[Wave, Index], tuple[Index, Index]]:
     mask = b.lowering.sync_mask
     assert mask is not None
-    guard_read = None if b.lowering.ins.guard is None else b.lowering.read(ptx.Reg(b.lowering.ins.guard), "pred")
-    negated = b.lowering.ins.guard_negated
+    guarded = guard_mask(b.lowering)
 
     def meet(w: Wave, i: Index) -> tuple[Index, Index]:
-        if guard_read is None:
+        if guarded is None:
             return w.rendezvous(i, mask)
-        p = guard_read(w, i)
-        taking = choose(i, ~p if negated else p)
+        p = guarded(w, i)
+        taking = choose(i, p)
         if w.count(taking) == 0:
             return i, np.empty(0, np.intp)
         ready, waiting = w.rendezvous(taking, mask)
-        passing = choose(i, p if negated else ~p)
+        passing = choose(i, ~p)
         return w.union(ready, passing), waiting
 
     return meet

@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from . import ptx
-from .lowering import choose
+from .lowering import choose, guard_mask
 from .registry import Delayed, Index
 
 if TYPE_CHECKING:
@@ -194,13 +194,11 @@ def _delayed(b: Built) -> Callable[[Wave, Index], tuple[Index, Delayed]]:
     """Takes a store's operands now: gives the threads whose guard holds and what stores for some of them later."""
     delayed = b.lowering.delayed
     assert delayed is not None
-    guard_read = None if b.lowering.ins.guard is None else b.lowering.read(ptx.Reg(b.lowering.ins.guard), "pred")
-    negated = b.lowering.ins.guard_negated
+    guarded = guard_mask(b.lowering)
 
     def take(w: Wave, i: Index) -> tuple[Index, Delayed]:
-        if guard_read is not None:
-            p = guard_read(w, i)
-            i = choose(i, ~p if negated else p)
+        if guarded is not None:
+            i = choose(i, guarded(w, i))
         return i, delayed(w, i)
 
     return take
