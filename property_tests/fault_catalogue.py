@@ -128,6 +128,10 @@ def _shift(by: int) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda codes: (codes.int() + by).clamp(0, 255).to(torch.uint8)
 
 
+def _one_ulp_off(x: torch.Tensor) -> torch.Tensor:
+    return (x.view(torch.int16) ^ 1).view(torch.bfloat16)
+
+
 def _in_bfloat16(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.bfloat16).float()
 
@@ -281,9 +285,7 @@ _ACTIVATION = [
     _output(
         "act-all-scaled-by-4.5-percent", FORWARD_BF16, _written("out", lambda x: (x.float() * 1.045).to(torch.bfloat16))
     ),
-    _output(
-        "act-all-one-ulp-off", FORWARD_BF16, _written("out", lambda x: (x.view(torch.int16) ^ 1).view(torch.bfloat16))
-    ),
+    _output("act-all-one-ulp-off", FORWARD_BF16, _written("out", _one_ulp_off)),
     _output("act-half-of-the-gradient-lost", BACKWARD_BF16, _zero_gate_gradient, "linkedin/Liger-Kernel#1413"),
     _output(
         "act-all-rows-from-the-first", FORWARD_BF16, _all_rows_to_the_first, "ByteDance-Seed/Triton-distributed#180"
@@ -470,7 +472,7 @@ _LAYERS = [
         "mlp-preactivation-one-ulp-off",
         "output",
         FIRST_LAYER,
-        output=_written("preactivation", lambda x: (x.view(torch.int16) ^ 1).view(torch.bfloat16)),
+        output=_written("preactivation", _one_ulp_off),
         stage="product",
     ),
     Fault("mlp-gradient-of-another-expert", "input", SECOND_LAYER, inputs=_swap_experts("weights"), stage="product"),
@@ -490,7 +492,7 @@ _LAYERS = [
         "step-gradient-one-ulp-off",
         "output",
         STEP,
-        output=_written("dpreactivation", lambda x: (x.view(torch.int16) ^ 1).view(torch.bfloat16)),
+        output=_written("dpreactivation", _one_ulp_off),
         stage="activation backward",
     ),
     Fault(
